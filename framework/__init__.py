@@ -1,0 +1,1 @@
+"""The command line, configuration, data and tasks around the engine of `strategies`."""

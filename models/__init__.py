@@ -1,0 +1,1 @@
+"""Single-device model code; how a model is cut into ZeRO units stands beside it."""
