@@ -147,8 +147,11 @@ class Progress:
 
     def _stage_text(self, stage: tuple[str, float, float]) -> str:
         name, done, total = stage
-        amount = f"{done:,.0f}" if total <= 0 else f"{min(done / total, 1):.0%}"
-        return f"{name} {amount} {_duration(self._clock.elapsed_s)}"
+        if total > 0:
+            name = f"{name} {min(done / total, 1):.0%}"
+        elif done > 0:
+            name = f"{name} {done:,.0f}"
+        return f"{name} {_duration(self._clock.elapsed_s)}"
 
     def _fields(self) -> list[str]:
         """From the most to the least important: the last ones are dropped when the line is short of room."""

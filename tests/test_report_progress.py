@@ -81,8 +81,11 @@ def test_preparing_data_is_shown_in_a_file_without_flooding_it():
     progress = Progress(stream=text)
     for done in range(101):
         progress.notify("tokenizing", done, 100)
+    progress.notify("training", 0, 0)  # its length is not known, and it reports nothing until it ends
+    progress.notify("training", 1, 1)
     progress.notify("reading", 5, 0)
-    assert text.getvalue().splitlines() == ["tokenizing 0% 0:00", "tokenizing 100% 0:00", "reading 5 0:00"]
+    assert text.getvalue().splitlines() == [
+        "tokenizing 0% 0:00", "tokenizing 100% 0:00", "training 0:00", "training 100% 0:00", "reading 5 0:00"]
 
 
 def on_terminal(*, columns: int = 100, encoding: str = "utf-8") -> str:
