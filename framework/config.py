@@ -228,7 +228,7 @@ class Trainer:
     accelerator: str = knob("where processes compute; auto takes GPUs when there are any",
                             choices=("cpu", "gpu"), auto=True)
     devices: int = knob("processes per node; auto is every GPU, or 2 on a CPU", at_least=1, auto=True)
-    num_nodes: int = knob("nodes", at_least=1)
+    num_nodes: int = knob("nodes; auto is what torchrun, SLURM or MPI started, else 1", at_least=1, auto=True)
     threads: int = knob("CPU threads per process; auto shares the cores", at_least=1, auto=True)
     max_steps: int = knob("optimizer updates", at_least=1)
     gradient_clip_val: float | None = knob("largest gradient norm or value; null for no clipping", above=0)
