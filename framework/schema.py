@@ -169,7 +169,8 @@ def unknown(path: str, value: Any, keys: Mapping[str, Key]) -> Problem:
     allowed = f"no such key; {f'{section} has ' if siblings else ''}{names}"
     others = [name for name, schema in VARIANTS.get(section, {}).items() if leaf in schema.__dataclass_fields__]
     if others and siblings:
-        return Problem(path, value, f"no such key here; {section}={' | '.join(others)} has it", f"{section}={others[0]}")
+        allowed = f"no such key with the option chosen; {section}={' | '.join(others)} has it"
+        return Problem(path, value, allowed, f"{section}={others[0]}")
     close = nearest(leaf, siblings)
     best = (
         (siblings[close] if close else None)

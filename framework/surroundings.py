@@ -29,7 +29,7 @@ def tensorboard_is_installed(config: RunConfig, machine: Machine) -> Iterator[Pr
         yield Problem("logger", "tensorboard", "needs the package tensorboard, which is not installed", fix)
 
 
-@rule("dataset")
+@rule("dataset.path", "dataset.files")
 def data_files_exist(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     dataset = config.dataset
     if isinstance(dataset, TokensDataset):
@@ -73,7 +73,7 @@ def run_folder_can_be_made(config: RunConfig, machine: Machine) -> Iterator[Prob
     path = Path(config.run.dir)
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if not parent.is_dir():
-        yield Problem("run.dir", str(path), f"{parent} is a file", f"run.dir={parent}_run, or run.dir=auto")
+        yield Problem("run.dir", str(path), f"{parent} is a file", "run.dir=auto, or a path with no file on its way")
     elif not os.access(parent, os.W_OK | os.X_OK):
         yield Problem("run.dir", str(path), f"{parent} cannot be written to", "run.dir=auto, or a folder of your own")
     elif (path / "summary.json").exists():

@@ -103,7 +103,7 @@ def groups_divide_the_data_axis(config: RunConfig, machine: Machine) -> Iterator
         yield Problem("parallel.data_replicate", groups, allowed, _options("parallel.data_replicate", near))
 
 
-@rule("batch", "parallel.data", "trainer.devices", "trainer.num_nodes")
+@rule("batch.global_size", "batch.micro_size", "parallel.data", "trainer.devices", "trainer.num_nodes")
 def updates_are_whole_micro_batches(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     size, micro, data = config.batch.global_size, config.batch.micro_size, data_size(config)
     step = micro * data
@@ -117,7 +117,7 @@ def updates_are_whole_micro_batches(config: RunConfig, machine: Machine) -> Iter
         yield Problem("batch.global_size", size, allowed, _options("batch.global_size", near))
 
 
-@rule("schedule.warmup_steps", "trainer.max_steps", "task")
+@rule("schedule.warmup_steps", "trainer.max_steps", "task.name")
 def warmup_ends(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     warmup, steps = config.schedule.warmup_steps, config.trainer.max_steps
     if isinstance(config.task, TrainTask) and warmup > steps:
@@ -166,7 +166,7 @@ def vocabulary_holds_all_bytes(config: RunConfig, machine: Machine) -> Iterator[
         yield Problem("model.vocab_size", config.model.vocab_size, allowed, f"model.vocab_size={BYTE_VOCABULARY}")
 
 
-@rule("dataset", "trainer.val_steps", "task")
+@rule("dataset.validation_fraction", "dataset.num_validation_samples", "trainer.val_steps", "task.prompt")
 def something_is_held_out(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     held_out = "validation_fraction" if hasattr(config.dataset, "validation_fraction") else "num_validation_samples"
     if getattr(config.dataset, held_out) > 0:
