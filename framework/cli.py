@@ -2,7 +2,7 @@
 
 Hydra parses, composes and sweeps; this module checks everything before Hydra runs, gives each job its folder and its
 processes (`framework/launch.py`), and maps what happened to an exit code: 0 done, 1 a job failed, 2 the config cannot
-run (nothing was started or written), 130 interrupted.
+run (nothing was started or written), 130 interrupted (143 by SIGTERM).
 
 torch is not imported here: `--help` and a wrong config answer at once.
 """
@@ -47,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_CONFIG
+    except JobInterrupted as interruption:
+        return interruption.exit_code
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -119,6 +121,14 @@ class ReportedFailure(CompactHydraException):
     """A job failed and the reason has been printed; Hydra and the exit code need to know, the person does not."""
 
 
+class JobInterrupted(KeyboardInterrupt):
+    """A job was told to stop, and has said so. Not an Exception: Hydra shall not go on to the next job of a sweep."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
 @dataclass
 class _Session:
     """What the jobs of one command share."""
@@ -156,7 +166,7 @@ class _Session:
         except JobFailed as failure:
             record = replace(record, status=failure.summary["status"], reason=str(failure))
             if failure.interrupted:
-                raise KeyboardInterrupt from None
+                raise JobInterrupted(failure.exit_code) from None
             raise ReportedFailure(str(failure)) from None
         except (ConfigError, ValueError, OSError) as error:
             record = replace(record, reason=str(error))

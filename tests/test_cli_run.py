@@ -37,9 +37,9 @@ def jobs(monkeypatch, tmp_path):
     return started_and_outcome
 
 
-def failed(status="failed"):
+def failed(status="failed", exit_code=1):
     error = {"rank": 1, "type": "RuntimeError", "message": "lost", "traceback": ""}
-    return JobFailed(1, {"status": status, "error": error})
+    return JobFailed(exit_code, {"status": status, "error": error})
 
 
 def test_a_job_gets_its_resolved_config_and_its_own_folder(jobs, tmp_path):
@@ -75,9 +75,10 @@ def test_a_failed_job_is_an_exit_code_and_no_traceback(jobs, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_interrupted_job_is_130(jobs):
-    jobs.outcome[0] = failed("interrupted")
-    assert cli.main([]) == 130
+@pytest.mark.parametrize("exit_code", [130, 143])
+def test_an_interrupted_job_ends_with_its_signals_exit_code(jobs, exit_code):
+    jobs.outcome[0] = failed("interrupted", exit_code)
+    assert cli.main([]) == exit_code
 
 
 def test_a_failing_job_of_a_sweep_leaves_the_others_alone_and_is_listed(jobs, tmp_path, capsys):
@@ -104,7 +105,7 @@ def test_a_failure_nobody_foresaw_is_recorded_too(jobs, capsys):
 
 
 def test_an_interrupt_ends_a_sweep(jobs, capsys):
-    jobs.outcome[1] = failed("interrupted")
+    jobs.outcome[1] = failed("interrupted", 130)
     assert cli.main(["--multirun", "seed=1,2,3"]) == 130
     assert len(jobs.started) == 2
     assert "interrupted" in capsys.readouterr().out
