@@ -25,7 +25,7 @@ MAX_RANKS = 4
 TESTS = Path(__file__).resolve().parent.parent
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died or did not finish; the message holds the first failing rank's traceback."""
 
 
@@ -37,7 +37,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
     pool = _Pool.current()
     try:
         return pool.run(world_size, fn, args, timeout_s)
-    except RankFailure:
+    except RankError:
         pool.close()
         raise
 
@@ -86,10 +86,10 @@ class _Pool:
                 break
         if failures:
             rank, text = failures[0]
-            raise RankFailure(f"rank {rank} of {world_size} failed:\n{text}")
+            raise RankError(f"rank {rank} of {world_size} failed:\n{text}")
         if len(results) < world_size:
             late = sorted(set(range(world_size)) - set(results))
-            raise RankFailure(f"ranks {late} of {world_size} did not finish {fn.__qualname__} in {timeout_s} s")
+            raise RankError(f"ranks {late} of {world_size} did not finish {fn.__qualname__} in {timeout_s} s")
         return [results[rank] for rank in range(world_size)]
 
     def _receive(self, rank: int, results: dict[int, Any], failures: list[tuple[int, str]]) -> None:

@@ -1,0 +1,385 @@
+"""The engine: one model and its optimizer under a ZeRO stage, for a plain torch loop and for the Lightning strategy.
+
+    engine = strategies.Engine(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), zero=3)
+    for batch in batches:
+        loss = engine(*batch)
+        engine.backward(loss)     # as often as wanted; gradients add up
+        engine.step()             # one update
+
+An update runs: backward* -> close (gradients final) -> clip -> optimizer -> publish (new values where parameters rest).
+`step` does the last four; the Lightning strategy calls them one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.mesh import Mesh, default_device, ensure_process_group
+from strategies.precision import PrecisionPolicy
+from strategies.zero.clip import clip_by_norm, clip_by_value, global_norm
+from strategies.zero.discover import assign, find_units
+from strategies.zero.gathered import gathered_records
+from strategies.zero.hooks import UnitHooks
+from strategies.zero.ledger import GradientLedger, LedgerState
+from strategies.zero.placement import RestingBytes, StagePolicy
+from strategies.zero.record import ParameterRecord, make_records
+from strategies.zero.resting import record_of, remember
+from strategies.zero.sharded_optimizer import shard_optimizer
+from strategies.zero.unit import Unit
+
+OptimizerArgument = Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
+
+
+class Engine:
+    """Holds `model` sharded and trains it. Constructing is collective over the world.
+
+    The model is changed in place: its parameters become views of flat buffers, and under stage 3 they rest as
+    placeholders outside their unit's turn. All ranks start from the first rank's parameters and buffers.
+
+    Args:
+        model: on any device but meta; moved to the mesh's device.
+        optimizer: an element-wise torch optimizer built on the model's parameters, or a callable that builds one from
+            the list of trainable parameters; None for evaluation, or to add optimizers later (`add_optimizer`).
+        zero: ZeRO stage 0-3, or a StagePolicy.
+        precision: "fp32", "bf16" or a PrecisionPolicy.
+        mesh: axes and groups; None puts all ranks on data_shard (initialising the process group from RANK and
+            WORLD_SIZE where a launcher set them).
+        units: modules (or their names) to gather together; None finds them.
+        clip_norm, clip_value: largest gradient norm, or absolute value, applied by `step`.
+        average_gradients: gradients are the mean over data ranks; False gives the sum.
+        prefetch_units: units gathered ahead of their use at stage 3.
+        timeout_s: for the mesh made here when none is given.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerArgument = None, zero: int | StagePolicy = 3,
+                 precision: str | PrecisionPolicy = "fp32", mesh: Mesh | None = None,
+                 units: Sequence[str | nn.Module] | None = None, clip_norm: float | None = None,
+                 clip_value: float | None = None, average_gradients: bool = True, prefetch_units: int = 1,
+                 timeout_s: float = 600.0) -> None:
+        self.policy = zero if isinstance(zero, StagePolicy) else StagePolicy.of(zero)
+        self.precision = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.of(precision)
+        _require_limit("clip_norm", clip_norm)
+        _require_limit("clip_value", clip_value)
+        if clip_norm is not None and clip_value is not None:
+            raise ValueError(f"clip_norm={clip_norm} and clip_value={clip_value}: allowed is one of them; "
+                             "fix: leave the other None")
+        if isinstance(prefetch_units, bool) or not isinstance(prefetch_units, int) or prefetch_units < 0:
+            raise ValueError(f"prefetch_units={prefetch_units!r}: allowed is a whole number from 0")
+        self.clip_norm, self.clip_value = clip_norm, clip_value
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if record_of(parameter) is not None:
+                    raise ValueError("model: it is already held by an engine; fix: close() that one, or build another "
+                                     "model")
+        if mesh is None:
+            device = default_device()
+            ensure_process_group(device=device, timeout_s=timeout_s)
+            mesh = Mesh(device=device, timeout_s=timeout_s)
+        self.mesh = mesh
+        self.module = model
+        self.optimizers: list[Optimizer] = []
+        built = optimizer if isinstance(optimizer, Optimizer) or optimizer is None else optimizer(
+            [parameter for parameter in model.parameters() if parameter.requires_grad])
+
+        self.records = make_records(model)
+        self._number = mesh.next_engine()
+        self.units, self._root = self._make_units(model, units)
+        for record in self.records:
+            remember(record.parameter, record)
+        self._place_buffers()
+        self.ledger = GradientLedger(
+            self.units, self.records, control=mesh.control, replicate=mesh.data_replicate,
+            scale=1.0 / mesh.data.size if average_gradients else 1.0, device=mesh.device)
+        self._hooks = UnitHooks(model, self.units, self.records, root=self._root, ledger=self.ledger,
+                                prefetch_units=prefetch_units)
+        self._stepped: list[ParameterRecord] = []
+        self.gradient_bytes_at_step = 0
+        if built is not None:
+            self.add_optimizer(built)
+
+    def _make_units(self, model: nn.Module,
+                    named: Sequence[str | nn.Module] | None) -> tuple[list[Unit], Unit | None]:
+        found = find_units(model, named)
+        owned, rest = assign(self.records, model, found)
+        units: list[Unit] = []
+
+        def add(name: str, module: nn.Module, records: list[ParameterRecord]) -> None:
+            if records:
+                unit = Unit(name, module, index=len(units), engine=self._number, records=records, policy=self.policy,
+                            precision=self.precision, axis=self.mesh.data_shard, device=self.mesh.device)
+                unit.adopt(self.mesh.data)
+                units.append(unit)
+
+        for (name, module), records in zip(found, owned, strict=True):
+            add(name, module, records)
+        add("root", model, rest)
+        root = units[-1] if rest else None
+        if root is not None:
+            root.is_root = True
+        return units, root
+
+    def _place_buffers(self) -> None:
+        """Move buffers to the device and make them equal to the first data rank's."""
+        for module in self.module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                placed = buffer.to(self.mesh.device)
+                if placed is not buffer:
+                    setattr(module, name, placed)
+                dense = placed.contiguous()
+                self.mesh.data.broadcast(dense, what=f"start value of buffer '{name}'")
+                if dense is not placed:
+                    placed.copy_(dense)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take over an optimizer built on the model's parameters (trainable ones may be in one optimizer only)."""
+        taken = {id(record) for record in self._stepped}
+        stepped = shard_optimizer(optimizer, self.records)
+        twice = [record.name for record in stepped if id(record) in taken]
+        if twice:
+            raise ValueError(f"optimizer: parameters {twice} are in an earlier optimizer too; fix: one optimizer each")
+        self._stepped.extend(stepped)
+        self.optimizers.append(optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The first optimizer, if any."""
+        return self.optimizers[0] if self.optimizers else None
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the model. Collective over data_shard under stage 3. Floating inputs get the compute type."""
+        return self.module(*self._cast(args), **self._cast(kwargs))
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dtype = self.precision.compute if value.is_floating_point() and self.precision.compute else value.dtype
+            return value.to(self.mesh.device, dtype)
+        if isinstance(value, dict):
+            return {key: self._cast(item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._cast(item) for item in value)
+        return value
+
+    @contextlib.contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """Code inside may use root parameters and call sub-modules, as inside the model's own forward."""
+        self._hooks.enter_root()
+        try:
+            yield
+        finally:
+            self._hooks.leave_root()
+
+    def backward(self, loss: Tensor, *, last: bool = False, **options: Any) -> None:
+        """Add the gradients of `loss` to this window's. Collective over the data axes.
+
+        Args:
+            loss: a scalar (or give `gradient=` in options, which go to Tensor.backward).
+            last: no other backward comes before `step`; stages 0 and 1 then reduce during backward, not after it.
+        """
+        with self.backward_scope(last=last):
+            loss.backward(**options)
+
+    @contextlib.contextmanager
+    def backward_scope(self, *, last: bool = False) -> Iterator[None]:
+        """Around any code that runs autograd on this model. Collective over the data axes at the end."""
+        self._hooks.begin_backward()
+        try:
+            with self.ledger.backward(last=last):
+                yield
+        finally:
+            self._hooks.end_backward()
+
+    def step(self) -> float | None:
+        """Apply one update and start the next window. Collective over the data axes.
+
+        Returns the gradient norm before clipping if `clip_norm` is set.
+
+        Raises:
+            RuntimeError: there is no optimizer.
+        """
+        if not self.optimizers:
+            raise RuntimeError("engine.step() without an optimizer; fix: Engine(..., optimizer=...)")
+        self.close_gradients()
+        norm = None
+        if self.clip_norm is not None:
+            norm = self.clip_by_norm(self.clip_norm)
+        elif self.clip_value is not None:
+            self.clip_by_value(self.clip_value)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.publish()
+        return norm
+
+    def close_gradients(self) -> None:
+        """Make this window's gradients final and give them to the optimizers. Idempotent; collective."""
+        if self.ledger.state is LedgerState.OPEN:
+            self._hooks.release_all()
+            self.ledger.close()
+            self.gradient_bytes_at_step = _live_bytes(self.ledger.storages())
+
+    def gradient_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> float:
+        """Norm of the closed gradients over all unique elements the optimizers step. Collective over data_shard."""
+        return float(self._norm(norm_type, optimizer))
+
+    def _norm(self, norm_type: float, optimizer: Optimizer | None) -> Tensor:
+        assert self.ledger.state is LedgerState.CLOSED, "close_gradients() first"
+        sharded = any(group.shards_optimizer for unit in self.units for group in unit.groups)
+        return global_norm(self._pieces(optimizer), norm_type=norm_type, axis=self.mesh.data_shard, sharded=sharded,
+                           device=self.mesh.device)
+
+    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> float:
+        """Scale closed gradients to a global norm of at most `max_norm`; returns the norm before. Collective."""
+        norm = self._norm(norm_type, optimizer)
+        clip_by_norm(self._pieces(optimizer), norm, max_norm)
+        return float(norm)
+
+    def clip_by_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
+        """Bound each element of the closed gradients. Local."""
+        clip_by_value(self._pieces(optimizer), limit)
+
+    def _pieces(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
+        chosen = self.optimizers if optimizer is None else [optimizer]
+        return [piece for each in chosen for group in each.param_groups for piece in group["params"]]
+
+    def publish(self) -> None:
+        """After the optimizers stepped: new values where parameters rest; next window. Collective."""
+        pending = [one for unit in self.units for one in unit.publish()]
+        for one in pending:
+            one.wait()
+        self.ledger.reset()
+
+    def zero_grad(self) -> None:
+        """Drop this window's gradients."""
+        self.ledger.reset()
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the model's mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set evaluation mode."""
+        return self.train(False)
+
+    # -- reading and writing --------------------------------------------------------------------------------------
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Each trainable parameter's final gradient, full, on every rank. Collective; closes the window."""
+        self.close_gradients()
+        return {record.name: self.ledger.full_gradient(record) for record in self.records if record.trainable}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, full, under the plain model's names, on every rank. Collective.
+
+        Trained parameters come from the masters, in the type the model came in. Tied names share one tensor.
+        """
+        by_name = {}
+        for record in self.records:
+            value = self._full_value(record)
+            by_name.update(dict.fromkeys((record.name, *record.aliases), value))
+        # keep_vars hands out the objects themselves, so placeholders are named without being read.
+        return {name: by_name[name] if name in by_name else entry.detach().clone()
+                for name, entry in self.module.state_dict(keep_vars=True).items()}
+
+    def _full_value(self, record: ParameterRecord) -> Tensor:
+        group = record.group
+        if group.master is not None and group.master_dtype != group.compute_dtype:
+            flat = torch.zeros(group.layout.padded_numel, dtype=group.master_dtype, device=self.mesh.device)
+            if group.shards_optimizer:
+                group.axis.slice_of(flat).copy_(group.master)
+                group.axis.all_gather(flat, tag=record.unit.tag("gather")).wait()
+            else:
+                flat.copy_(group.master)
+            value = flat[group.layout.span(record.position)].view(record.shape)
+        else:
+            with record.unit.pinned():
+                return group.views[record.position].detach().to(record.dtype, copy=True)
+        return value.to(record.dtype, copy=True)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Set parameters (masters in full precision) and buffers from a full state dict, the same on every rank.
+
+        Raises:
+            ValueError: names are missing or unknown (`strict`), or a shape differs; nothing has been changed then.
+        """
+        records = {name: record for record in self.records for name in (record.name, *record.aliases)}
+        buffers = self._persistent_buffers()
+        problems = []
+        if strict:
+            tied = {name for record in self.records if any(n in state for n in (record.name, *record.aliases))
+                    for name in (record.name, *record.aliases)}
+            problems += [f"missing: {name}" for name in (*records, *buffers) if name not in state and name not in tied]
+            problems += [f"unknown: {name}" for name in state if name not in records and name not in buffers]
+        for name, value in state.items():
+            shape = records[name].shape if name in records else buffers[name].shape if name in buffers else value.shape
+            if shape != value.shape:
+                problems.append(f"shape of {name}: {tuple(value.shape)}, the model has {tuple(shape)}")
+        if problems:
+            raise ValueError("state dict does not fit the model: " + "; ".join(problems))
+        for name, value in state.items():
+            if name in records:
+                records[name].group.load(records[name].position, value.to(self.mesh.device))
+                records[name].unit.version += 1
+            elif name in buffers:
+                buffers[name].copy_(value)
+
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        parameters = {name for record in self.records for name in (record.name, *record.aliases)}
+        return {name: entry for name, entry in self.module.state_dict(keep_vars=True).items()
+                if name not in parameters}
+
+    def gathered(self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | None = None
+                 ) -> contextlib.AbstractContextManager[None]:
+        """`strategies.gathered` for this engine; None means every parameter."""
+        return gathered_records(self.records if parameters is None else None, parameters)
+
+    # -- accounting -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model, tied parameters once."""
+        return sum(record.shape.numel() for record in self.records)
+
+    def resting_bytes(self) -> RestingBytes:
+        """Bytes this rank holds between updates, summed over live storages (gradients: at the last step). Local."""
+        self._hooks.release_all()
+        parameters = [s for unit in self.units for group in unit.groups for s in group.parameter_storages()]
+        masters = [group.master.untyped_storage() for unit in self.units for group in unit.groups
+                   if group.master is not None]
+        states = [value.untyped_storage() for optimizer in self.optimizers for state in optimizer.state.values()
+                  for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+        held = _live_bytes(parameters)
+        return RestingBytes(held, self.gradient_bytes_at_step, _live_bytes([*parameters, *masters, *states]) - held)
+
+    def expected_resting_bytes(self, *, states_per_element: int = 2) -> RestingBytes:
+        """The published formula for this model and layout, without padding. Local."""
+        total = RestingBytes(0, 0, 0)
+        for unit in self.units:
+            for group in unit.groups:
+                total = total + group.expected_bytes(states_per_element=states_per_element)
+        return total
+
+    def close(self) -> None:
+        """Give the model back as plain torch: hooks gone, every parameter whole. Collective under stage 3."""
+        for unit in self.units:
+            unit.keep()
+        self._hooks.remove()
+
+
+def _live_bytes(storages: Iterable[torch.UntypedStorage]) -> int:
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def _require_limit(name: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ValueError(f"{name}={value!r}: allowed is a number above 0, or None for no clipping")

@@ -1,0 +1,214 @@
+"""Hooks that move units through a forward and a backward.
+
+    forward   pre-hook: gather, prefetch the next        post-hook: release (kept if backward wants it first)
+    backward  gradient of an output: gather again        gradient of an input: release
+              post-accumulate hook of each parameter: into the ledger
+    end       release everything
+
+A unit whose inputs need no gradient has no "gradient of an input" and is released at the end. Hooks sit on the unit's
+module and on the tensors that cross its border; parameters outside any unit belong to the root, which is gathered for
+the whole forward and backward. Recomputation (activation checkpointing) runs a unit's forward inside backward: then the
+post-hook releases nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.zero.ledger import GradientLedger
+from strategies.zero.order import UseOrder
+from strategies.zero.record import ParameterRecord
+from strategies.zero.unit import Unit
+
+
+class StaleForwardError(RuntimeError):
+    """Backward through a forward whose parameters have been changed by an update since."""
+
+
+class UnitHooks:
+    """Installs and removes the hooks of one engine; holds no reference that keeps the engine alive.
+
+    Args:
+        root: the unit that is up for a whole forward and backward, or None if every parameter is in another unit.
+        prefetch_units: how many units to gather ahead.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], records: Sequence[ParameterRecord], *,
+                 root: Unit | None, ledger: GradientLedger, prefetch_units: int) -> None:
+        self._root = root
+        self._units = [unit for unit in units if unit is not root]
+        self._ledger = ledger
+        self._prefetch = prefetch_units
+        self._order = UseOrder()
+        self._in_backward = False
+        self._backward_units: set[Unit] = set()
+        self._depth = 0
+        self._leaf_handles: list[Any] = []
+        self._handles: list[Any] = []
+        # Weak: hooks live in the user's modules and parameters, which may outlive the engine.
+        this = weakref.proxy(self)
+        for record in records:
+            if record.trainable:
+                self._handles.append(record.parameter.register_post_accumulate_grad_hook(_grad_hook(ledger, record)))
+        for unit in self._units:
+            pre, post = _module_hooks(this, unit)
+            self._handles.append(unit.module.register_forward_pre_hook(pre, with_kwargs=True))
+            self._handles.append(unit.module.register_forward_hook(post, with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(lambda _m, _a: this.enter_root()))
+        self._handles.append(model.register_forward_hook(lambda _m, _a, _o: this.leave_root(), always_call=True))
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def enter_root(self) -> None:
+        """A forward of the whole model starts (re-entrant: only the outermost counts)."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if not self._in_backward:
+            self._order.begin_pass()
+        if self._root is not None:
+            self._root.wait_ready()
+
+    def leave_root(self) -> None:
+        """The forward ends. Without gradients nothing comes after it, and everything rests."""
+        self._depth -= 1
+        if self._depth == 0 and not torch.is_grad_enabled() and not self._in_backward:
+            self.release_all()
+
+    def before_forward(self, unit: Unit, inputs: Any) -> None:
+        """`unit`'s module is called."""
+        unit.wait_ready()
+        if not self._in_backward:
+            self._order.used(unit)
+            for ahead in self._order.after(unit, self._prefetch):
+                ahead.begin_gather()
+        if torch.is_grad_enabled():
+            self._release_after_inputs(unit, inputs)
+
+    def _release_after_inputs(self, unit: Unit, inputs: Any) -> None:
+        """Release `unit` in backward when the gradients of all tensors that entered it are known."""
+        graded = {id(tensor): tensor for tensor in _tensors(inputs) if tensor.requires_grad}
+        waiting = set(graded)
+        this, unit_ref = weakref.ref(self), weakref.ref(unit)
+
+        def arrived(key: int) -> Callable[[Tensor], None]:
+            def hook(_grad: Tensor) -> None:
+                waiting.discard(key)
+                hooks, unit = this(), unit_ref()
+                if not waiting and hooks is not None and unit is not None:
+                    hooks._leave_backward(unit)
+
+            return hook
+
+        for key, tensor in graded.items():
+            handle = tensor.register_hook(arrived(key))
+            if tensor.is_leaf:  # outlives this pass: its hooks must not pile up
+                self._leaf_handles.append(handle)
+
+    def after_forward(self, unit: Unit, outputs: Any) -> None:
+        """`unit`'s module has returned."""
+        graded = [tensor for tensor in _tensors(outputs) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        this, unit_ref, version = weakref.ref(self), weakref.ref(unit), unit.version
+
+        def needed(_grad: Tensor) -> None:
+            hooks, unit = this(), unit_ref()
+            if hooks is not None and unit is not None:
+                hooks._enter_backward(unit, version)
+
+        for tensor in graded:
+            tensor.register_hook(needed)
+        # Recomputation runs this inside backward, which needs the parameters next; and backward starts with the unit
+        # that forward used last.
+        if self._in_backward or unit in self._backward_units or (graded and self._order.is_last(unit)):
+            return
+        unit.release()
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Before autograd runs."""
+        self._in_backward = True
+
+    def end_backward(self) -> None:
+        """After autograd ran, or failed."""
+        self._in_backward = False
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles.clear()
+        self.release_all()
+
+    def _enter_backward(self, unit: Unit, version: int) -> None:
+        if unit.version != version:
+            raise StaleForwardError(
+                f"backward through unit '{unit.name}' after its parameters were updated: this loss was computed before "
+                "the last engine.step(); fix: call backward before step, or compute the loss again")
+        self._backward_units.add(unit)
+        unit.wait_ready()
+        for ahead in self._order.before(unit, self._prefetch):
+            ahead.begin_gather()
+
+    def _leave_backward(self, unit: Unit) -> None:
+        self._backward_units.discard(unit)
+        unit.release()
+
+    def release_all(self) -> None:
+        """Let every unit rest."""
+        self._backward_units.clear()
+        for unit in self._units:
+            unit.release()
+        if self._root is not None:
+            self._root.release()
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _grad_hook(ledger: GradientLedger, record: ParameterRecord) -> Callable[[Tensor], None]:
+    ledger_ref, record_ref = weakref.ref(ledger), weakref.ref(record)
+
+    def accept(_parameter: Tensor) -> None:
+        ledger, record = ledger_ref(), record_ref()
+        if ledger is not None and record is not None:
+            ledger.accept(record)
+
+    return accept
+
+
+def _module_hooks(hooks: UnitHooks, unit: Unit) -> tuple[Callable[..., None], Callable[..., None]]:
+    unit_ref = weakref.ref(unit)
+
+    def pre(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        unit = unit_ref()
+        if unit is not None:
+            hooks.before_forward(unit, (args, kwargs))
+
+    def post(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        unit = unit_ref()
+        if unit is not None:
+            hooks.after_forward(unit, output)
+
+    return pre, post
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclasses (which covers Hugging Face outputs)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -1,0 +1,332 @@
+"""The gradient ledger: every gradient of every stage, precision and schedule goes through it, once.
+
+    OPEN     accept() sums each arriving gradient into its unit's flat buffer, in the gradient type.
+             A unit is *flushed* - its buffer reduced over the data ranks, added to what was reduced before - when all
+             its parameters' gradients have arrived in this backward, and whatever is left at the end of backward.
+             Stages 0 and 1 flush only in the window's last backward, or at close.
+    CLOSED   close() has flushed the rest, agreed which parameters received a gradient anywhere, scaled the sums and
+             handed each optimizer parameter a view of its gradient. Norm, clip and optimizer work on those.
+    reset()  starts the next window.
+
+Flushing adds, so it is right whenever it happens: a gradient that comes after its unit was flushed (a module used
+again by reentrant recomputation) opens a new buffer and is flushed later. When to flush is a question of speed only;
+that all ranks flush the same units equally often is ensured by one vote at the end of each backward. Early flushes
+follow one canonical order (reverse unit order), since NCCL matches collectives by order.
+
+Gradients are taken from `param.grad` in a post-accumulate hook: the first arrival is copied (and widened) into the
+buffer, later ones are added. Alternative considered: preset `param.grad` to a view, so that autograd adds in place. It
+needs the buffer zeroed first and reads it once more than the copy, and under bf16 needs `grad_dtype`; measured slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from strategies.collectives import Communicator, Pending
+from strategies.zero.buffer_pool import BufferPool
+from strategies.zero.flat_group import FlatGroup
+from strategies.zero.record import ParameterRecord
+from strategies.zero.unit import Unit
+
+
+class LedgerState(Enum):
+    """Whether gradients still come or are final."""
+
+    OPEN = auto()
+    CLOSED = auto()
+
+
+@dataclass
+class _Flight:
+    """A reduction under way and the buffers that go back to the pool when it has landed."""
+
+    pending: Pending
+    give_back: list[Tensor]
+
+
+class _Account:
+    """The gradient of one flat group in one window."""
+
+    def __init__(self, group: FlatGroup, pool: BufferPool) -> None:
+        self.group = group
+        self.pool = pool
+        self.local: Tensor | None = None  # [padded] this rank's unreduced sum
+        self.arrived: set[int] = set()  # positions that `local` holds
+        self.reduced: Tensor | None = None  # [shard] sum over the data_shard axis so far
+        self.host: Tensor | None = None  # stages 0-1: the buffer `reduced` is a slice of
+        self.total: Tensor | None = None  # [optimizer range] at close
+
+    def accept(self, position: int, grad: Tensor) -> None:
+        if self.local is None:
+            self.local = self.pool.take(self.group.layout.padded_numel, self.group.gradient_dtype)
+        view = self.local[self.group.layout.span(position)].view(self.group.records[position].shape)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if position in self.arrived:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.arrived.add(position)
+
+    def flush(self, unit: Unit) -> _Flight:
+        """Start summing `local` over data_shard into `reduced`. A rank without gradients adds zeros."""
+        group = self.group
+        local = self.local
+        if local is None:
+            local = self.pool.take(group.layout.padded_numel, group.gradient_dtype)
+        self._zero_what_did_not_arrive(local)
+        accumulate = self.reduced is not None
+        give_back = [local]
+        if self.reduced is None and group.shards_gradients:
+            self.reduced = self.pool.take(group.layout.shard_numel, group.gradient_dtype)
+        elif self.reduced is None:  # the sum stays in this rank's slice of the buffer
+            self.host, self.reduced, give_back = local, group.axis.slice_of(local), []
+        self.local, self.arrived = None, set()
+
+        def scratch(numel: int, dtype: torch.dtype) -> Tensor:
+            give_back.append(self.pool.take(numel, dtype))
+            return give_back[-1]
+
+        pending = group.axis.reduce_scatter(local, self.reduced, tag=unit.tag("reduce"), accumulate=accumulate,
+                                            scratch=scratch)
+        return _Flight(pending, give_back)
+
+    def _zero_what_did_not_arrive(self, local: Tensor) -> None:
+        layout = self.group.layout
+        if len(self.arrived) == len(layout.shapes):
+            return
+        for position in range(len(layout.shapes)):
+            if position not in self.arrived:
+                local[layout.span(position)].zero_()
+
+    def settle(self, unit: Unit, replicate: Communicator, scale: float) -> None:
+        """After all flushes: sum over replicas, scale, and bring the sum to where the optimizer needs it."""
+        if self.reduced is None:
+            return
+        group = self.group
+        if replicate.size > 1:
+            replicate.all_reduce(self.reduced, tag=unit.tag("replicate"))
+        if scale != 1.0:
+            self.reduced.mul_(scale)
+        self.total = self.reduced
+        if not group.shards_optimizer:
+            assert self.host is not None
+            group.axis.all_gather(self.host, tag=unit.tag("replicate")).wait()
+            self.total = self.host
+
+    def attach(self, touched: set[int]) -> None:
+        """Give each optimizer parameter its gradient; None where no rank had any."""
+        for position, piece in self.group.masters.items():
+            overlap = self.group.layout.overlap(position, self.group.optimizer_range)
+            assert overlap is not None
+            if self.total is None or self.group.records[position].index not in touched:
+                piece.grad = None
+            else:
+                grad = self.total[overlap.in_range]
+                piece.grad = grad if grad.dtype == piece.dtype else grad.to(piece.dtype)
+
+    def reset(self) -> None:
+        for piece in self.group.masters.values():
+            piece.grad = None
+        for buffer in (self.local, self.host, self.reduced if self.host is None else None):
+            if buffer is not None:
+                self.pool.give(buffer)
+        self.local = self.host = self.reduced = self.total = None
+        self.arrived = set()
+
+
+class GradientLedger:
+    """Gradients of one engine. `end_backward` and `close` are collective over the data axes.
+
+    Args:
+        units: the engine's units.
+        control: communicator for votes (CPU).
+        replicate: the data_replicate axis.
+        scale: factor on the sum over data ranks (1/ranks gives the mean).
+    """
+
+    def __init__(self, units: Sequence[Unit], records: Sequence[ParameterRecord], *, control: Communicator,
+                 replicate: Communicator, scale: float, device: torch.device) -> None:
+        self.state = LedgerState.OPEN
+        self.num_flushes = 0  # groups reduced since construction; read by tests and reports
+        self._units = list(units)
+        self._records = list(records)
+        self._control = control
+        self._replicate = replicate
+        self._scale = scale
+        self._pool = BufferPool(device)
+        self._accounts = {g: _Account(g, self._pool) for u in units for g in u.groups if g.trainable}
+        self._touched: set[int] = set()
+        self._missing: dict[int, set[int]] = {}  # unit -> records whose gradient this backward has not brought yet
+        self._expected = self._canonical(u.index for u in units if any(g.trainable for g in u.groups))
+        self._round = [0] * len(self._units)
+        self._early = False
+        self._in_backward = False
+        self._in_flight: list[_Flight] = []
+
+    # -- arrival --------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Called before each backward. `last`: nothing more will come in this window.
+
+        Raises:
+            RuntimeError: the window is closed and its update has not been applied.
+        """
+        self._require_open("backward")
+        self._in_backward = True
+        self._early = last
+        self._missing = {u.index: {r.index for g in u.groups if g.trainable for r in g.records} for u in self._units}
+        self._round = [0] * len(self._units)
+
+    def accept(self, record: ParameterRecord) -> None:
+        """Take the gradient that autograd has just put in `record.parameter.grad`."""
+        self._require_open("a gradient arrived")
+        grad = record.parameter.grad
+        record.parameter.grad = None
+        if grad is None:
+            return
+        unit = record.unit
+        self._accounts[record.group].accept(record.position, grad.detach())
+        self._touched.add(record.index)
+        if not self._in_backward:
+            return  # loss.backward() outside engine.backward(): flushed at the next end_backward or close
+        self._missing[unit.index].discard(record.index)
+        if self._flushes_now(unit):
+            self._flush_ready_in_order()
+
+    def end_backward(self) -> None:
+        """Flush what is left, the same on every rank. Collective over the data axes where a unit flushes early."""
+        self._in_backward = False
+        if any(self._flushes_now(unit) for unit in self._units):
+            self._flush_remaining(only=[u for u in self._units if self._flushes_now(u)])
+        self._settle_in_flight(keep=0)
+
+    def _flushes_now(self, unit: Unit) -> bool:
+        return self._early or any(g.trainable and g.shards_gradients for g in unit.groups)
+
+    def _flush_ready_in_order(self) -> None:
+        for index in self._expected:
+            if self._round[index]:
+                continue
+            unit = self._units[index]
+            if self._missing[index] or not self._holds(unit):
+                return
+            self._flush(unit)
+
+    def _holds(self, unit: Unit) -> bool:
+        return any(g.trainable and self._accounts[g].local is not None for g in unit.groups)
+
+    def _flush(self, unit: Unit) -> None:
+        self._round[unit.index] += 1
+        for group in unit.groups:
+            if group.trainable:
+                self._in_flight.append(self._accounts[group].flush(unit))
+                self.num_flushes += 1
+        self._settle_in_flight(keep=2)
+
+    def _flush_remaining(self, only: Sequence[Unit]) -> None:
+        """Vote how often each unit is flushed in this round: the most any rank needs; the others add zeros."""
+        mine = [self._round[u.index] + self._holds(u) for u in only]
+        agreed = self._control.maximum(torch.tensor(mine, dtype=torch.int32), what="vote on units to reduce").tolist()
+        target = dict(zip((u.index for u in only), agreed, strict=True))
+        for index in self._canonical(target):
+            while self._round[index] < target[index]:
+                self._flush(self._units[index])
+        if any(agreed):
+            self._expected = self._canonical(index for index, count in target.items() if count)
+
+    def _settle_in_flight(self, *, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            flight = self._in_flight.pop(0)
+            flight.pending.wait()
+            for buffer in flight.give_back:
+                self._pool.give(buffer)
+
+    def _canonical(self, indices: Iterable[int]) -> list[int]:
+        """Reverse unit order, the root last: its gradients (embeddings) arrive last."""
+        return sorted(indices, key=lambda i: (self._units[i].is_root, -i))
+
+    # -- closing --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Make the window's gradients final. Idempotent; collective over the data axes."""
+        if self.state is LedgerState.CLOSED:
+            return
+        self._round = [0] * len(self._units)
+        self._flush_remaining(only=self._units)
+        self._settle_in_flight(keep=0)
+        touched = self._agree_touched()
+        for unit in self._units:
+            for group in unit.groups:
+                if group.trainable:
+                    self._accounts[group].settle(unit, self._replicate, self._scale)
+                    self._accounts[group].attach(touched)
+        self.state = LedgerState.CLOSED
+
+    def _agree_touched(self) -> set[int]:
+        mine = torch.zeros(max(len(self._records), 1), dtype=torch.uint8)
+        if self._touched:
+            mine[list(self._touched)] = 1
+        agreed = self._control.maximum(mine, what="vote on parameters that have a gradient")
+        return set(agreed.nonzero().flatten().tolist())
+
+    def reset(self) -> None:
+        """Forget the window's gradients and open the next one."""
+        self._settle_in_flight(keep=0)
+        for account in self._accounts.values():
+            account.reset()
+        self._touched = set()
+        self.state = LedgerState.OPEN
+
+    def _require_open(self, what: str) -> None:
+        if self.state is LedgerState.CLOSED:
+            raise RuntimeError(f"{what} after the gradients of this update were closed; fix: call engine.step() (or "
+                               "engine.zero_grad() to drop them) before the next backward")
+
+    @property
+    def is_empty(self) -> bool:
+        """No gradient has arrived in this window on this rank."""
+        return not self._touched
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def full_gradient(self, record: ParameterRecord) -> Tensor | None:
+        """The final gradient of one parameter in its shape, in the gradient type, on every rank; None without one.
+
+        Collective over the data_shard axis. The ledger must be closed.
+        """
+        assert self.state is LedgerState.CLOSED, "close() first"
+        group = record.group
+        account = self._accounts[group]
+        if account.total is None:
+            return None
+        if not group.shards_optimizer:
+            flat = account.total
+        else:
+            flat = torch.empty(group.layout.padded_numel, dtype=group.gradient_dtype, device=account.total.device)
+            group.axis.slice_of(flat).copy_(account.total)
+            group.axis.all_gather(flat, tag=record.unit.tag("replicate")).wait()
+        return flat[group.layout.span(record.position)].view(record.shape).clone()
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Storages that hold gradients now."""
+        held = [t for a in self._accounts.values() for t in (a.local, a.host, a.reduced) if t is not None]
+        return [t.untyped_storage() for t in held]
+
+    @contextlib.contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """begin_backward ... end_backward; an exception in between leaves the ledger open without a collective."""
+        self.begin_backward(last=last)
+        try:
+            yield
+        except BaseException:
+            self._in_backward = False
+            raise
+        self.end_backward()
+

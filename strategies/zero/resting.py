@@ -1,0 +1,117 @@
+"""The placeholder of a freed parameter.
+
+A parameter whose storage is freed must not be read by accident: a view of a resized storage is a segmentation fault,
+and a stale copy is a silent wrong number. While its unit rests, a parameter *object* stays where it is (Lightning, the
+optimizer and the user's own references remain valid) and two things about it change:
+
+- its class becomes `RestingParameter`, whose `__torch_function__` refuses everything but metadata, by name;
+- its data becomes one NaN element expanded to the shape, so that shape, dtype and device still read right.
+
+The real view is attached again when the unit is gathered. A swap costs about 2 microseconds each way.
+
+Alternatives considered: `data = empty(0)` loses the shape (`num_parameters` and state-dict checks go wrong); swapping
+parameter objects breaks references taken earlier; meta tensors cannot be assigned to `.data` of a CPU parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from strategies.zero.record import ParameterRecord
+
+# Reading these touches no element. Getters appear in __torch_function__ as the `__get__` of a property.
+_METADATA = frozenset({
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "names", "nbytes",
+    "itemsize", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_mkldnn", "is_quantized", "is_mps", "is_xpu", "is_xla",
+    "is_hpu", "is_maia", "is_mtia", "is_nested", "is_ipu", "is_vulkan", "is_sparse_csr", "grad_dtype", "retains_grad",
+    "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base",
+    "size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "element_size", "is_floating_point",
+    "is_complex", "is_signed", "is_inference", "get_device", "__len__", "__hash__", "requires_grad_", "is_same_size",
+    "register_hook", "register_post_accumulate_grad_hook", "has_names", "is_conj", "is_neg", "type",
+})
+
+# Weak both ways: a parameter that dies leaves no record, a closed engine leaves no unit alive.
+_RECORDS: weakref.WeakValueDictionary[int, ParameterRecord] = weakref.WeakValueDictionary()
+
+
+def remember(parameter: nn.Parameter, record: ParameterRecord) -> None:
+    """Let `record_of(parameter)` find `record` for as long as the record lives."""
+    _RECORDS[id(parameter)] = record
+
+
+def record_of(parameter: Any) -> ParameterRecord | None:
+    """The record of a parameter that an engine manages, or None."""
+    record = _RECORDS.get(id(parameter))
+    return record if record is not None and record.parameter is parameter else None
+
+
+class RestingParameter(nn.Parameter):
+    """A parameter whose unit rests sharded: metadata reads, everything else raises RuntimeError naming the unit."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            # Assigning `.data` would be lost at the next gather.
+            if getattr(func, "__name__", "") == "__set__" and name == "data":
+                raise RuntimeError(_refusal("assigning .data to", args))
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(_refusal(name, (*args, *(kwargs or {}).values())))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        record = record_of(self)
+        name = record.name if record else "?"
+        return f"RestingParameter({name}, shape={tuple(self.shape)}, dtype={self.dtype}, sharded)"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(_refusal("copy.deepcopy", (self,)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(_refusal("pickling", (self,)))
+
+
+def _refusal(operation: str, args: Any) -> str:
+    resting = [a for a in _flatten(args) if isinstance(a, RestingParameter)]
+    record = record_of(resting[0]) if resting else None
+    name = record.name if record else "?"
+    unit = record.unit_name if record else "?"
+    return (
+        f"{operation} on parameter '{name}': its unit '{unit}' rests sharded (ZeRO stage 3), there is no value to use. "
+        f"Fix: read or edit it inside `with strategies.gathered(parameter):`; take weights from engine.state_dict(); "
+        f"in a forward, use it inside the forward of '{unit}', or name a unit that contains all its users (units=[...])"
+    )
+
+
+def _flatten(values: Any) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(_flatten(value) if isinstance(value, list | tuple) else [value])
+    return flat
+
+
+class Placeholder:
+    """Swaps one parameter between its real view and its resting form."""
+
+    def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
+        self._parameter = parameter
+        self._class = type(parameter)
+        self._view = view
+        self._nothing = torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+
+    def rest(self) -> None:
+        """Take the value away."""
+        self._parameter.data = self._nothing
+        self._parameter.__class__ = RestingParameter
+
+    def wake(self) -> None:
+        """Attach the real view."""
+        self._parameter.__class__ = self._class
+        self._parameter.data = self._view

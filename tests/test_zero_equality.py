@@ -1,0 +1,86 @@
+"""Every stage, rank count, accumulation and precision equals one process: gradients and parameters after each update."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from support.oracle import Trace, assert_same, train_engine, train_oracle
+from support.ranks import run_ranks
+from support.small_models import make
+
+
+def adamw(params):
+    # eps: Adam divides by it where a gradient is zero up to rounding, which would turn 1e-16 into 1e-8.
+    return torch.optim.AdamW(params, lr=3e-2, weight_decay=0.1, eps=1e-4)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def engine_trace(rank: int, model: str, optimizer, options: dict) -> Trace:
+    dtype = options.get("dtype", torch.float32)
+    return train_engine(rank, functools.partial(make, model, seed=rank if options.pop("own_seed", False) else 0,
+                                                dtype=dtype), optimizer, **options)
+
+
+def compare(model: str, *, world: int, stage: int, accumulate: int, steps: int = 4, optimizer=adamw, atol: float,
+            dtype: torch.dtype = torch.float32, **options) -> None:
+    oracle_options = {k: options[k] for k in ("clip_norm", "clip_value") if k in options}
+    compute = torch.bfloat16 if options.get("precision") == "bf16" else None
+    expected = train_oracle(functools.partial(make, model, dtype=dtype), optimizer, world_size=world,
+                            accumulate=accumulate, steps=steps, compute=compute, dtype=dtype, **oracle_options)
+    traces = run_ranks(world, engine_trace, model, optimizer,
+                       {"world_size": world, "accumulate": accumulate, "steps": steps, "stage": stage, "dtype": dtype,
+                        **options})
+    for trace in traces:
+        assert_same(trace, expected, atol=atol)
+    for trace in traces[1:]:
+        assert_same(trace, traces[0], atol=0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_fp64_equals_one_process_to_ten_decimals(world, stage, accumulate):
+    compare("stack", world=world, stage=stage, accumulate=accumulate, dtype=torch.float64, atol=1e-10, clip_norm=0.5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_fp32_equals_one_process(world, stage, accumulate):
+    compare("stack", world=world, stage=stage, accumulate=accumulate, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bf16_compute_with_fp32_masters_equals_one_process(world, stage, accumulate):
+    # SGD: Adam turns a rounding of a tiny gradient into a full step.
+    compare("stack", world=world, stage=stage, accumulate=accumulate, precision="bf16", optimizer=sgd, steps=3,
+            atol=2e-4)
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen", "unused", "repeated", "tiny", "checkpointed", "structured"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_kind_of_model_equals_one_process(world, stage, model):
+    compare(model, world=world, stage=stage, accumulate=2, dtype=torch.float64, atol=1e-10, clip_norm=0.5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_the_last_hint_the_numbers_are_the_same(stage):
+    compare("stack", world=2, stage=stage, accumulate=2, dtype=torch.float64, atol=1e-10, mark_last=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_by_value_equals_one_process(stage):
+    compare("stack", world=2, stage=stage, accumulate=1, dtype=torch.float64, atol=1e-10, clip_value=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_built_from_different_seeds_start_from_the_first_rank(stage):
+    compare("stack", world=2, stage=stage, accumulate=1, dtype=torch.float64, atol=1e-10, own_seed=True)
