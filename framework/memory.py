@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
+MEMORY = Path("/proc/meminfo")
 
 
 def peak_memory_bytes() -> int:
@@ -32,6 +33,14 @@ def current_memory_bytes() -> int:
     return now if now is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def available_memory_bytes(device) -> int:
+    """What `device` (a torch.device) still has room for; on a CPU shared by all processes of the machine."""
+    if device.type == "cuda":
+        return sys.modules["torch"].cuda.mem_get_info(device)[0]
+    available = _field_bytes(MEMORY, "MemAvailable")
+    return available if available is not None else 0
+
+
 def _cuda_in_use():
     """torch.cuda if this process computes on a GPU; torch is not imported for the question."""
     torch = sys.modules.get("torch")
@@ -39,8 +48,12 @@ def _cuda_in_use():
 
 
 def _status_bytes(field: str) -> int | None:
+    return _field_bytes(STATUS, field)
+
+
+def _field_bytes(file: Path, field: str) -> int | None:
     try:
-        lines = STATUS.read_text().splitlines()
+        lines = file.read_text().splitlines()
     except OSError:  # no /proc, as in some sandboxes
         return None
     for line in lines:

@@ -208,6 +208,14 @@ class Communicator:
                                                                device=self.device))
         return box[0]
 
+    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
+        """Every member's picklable object, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        self._guarded(what, lambda: dist.all_gather_object(box, value, group=self._group))
+        return box
+
     def barrier(self, *, what: str) -> None:
         """Return when every member has come."""
         self.sum(torch.zeros(1, device=self.device), what=what)

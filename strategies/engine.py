@@ -27,6 +27,7 @@ from strategies.zero.discover import assign, find_units
 from strategies.zero.gathered import gathered_records
 from strategies.zero.hooks import UnitHooks
 from strategies.zero.ledger import GradientLedger, LedgerState
+from strategies.zero.optimizer_state import full_state, load_full_state
 from strategies.zero.placement import RestingBytes, StagePolicy
 from strategies.zero.record import ParameterRecord, make_records
 from strategies.zero.resting import record_of, remember
@@ -101,7 +102,7 @@ class Engine:
             scale=1.0 / mesh.data.size if average_gradients else 1.0, device=mesh.device)
         self._hooks = UnitHooks(model, self.units, self.records, root=self._root, ledger=self.ledger,
                                 prefetch_units=prefetch_units)
-        self._stepped: list[ParameterRecord] = []
+        self._stepped: dict[int, list[list[ParameterRecord]]] = {}  # optimizer's place -> records of its groups
         self.gradient_bytes_at_step = 0
         if built is not None:
             self.add_optimizer(built)
@@ -141,13 +142,22 @@ class Engine:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take over an optimizer built on the model's parameters (trainable ones may be in one optimizer only)."""
-        taken = {id(record) for record in self._stepped}
-        stepped = shard_optimizer(optimizer, self.records)
-        twice = [record.name for record in stepped if id(record) in taken]
+        groups = shard_optimizer(optimizer, self.records)
+        taken = {record for earlier in self._stepped.values() for group in earlier for record in group}
+        twice = [record.name for group in groups for record in group if record in taken]
         if twice:
             raise ValueError(f"optimizer: parameters {twice} are in an earlier optimizer too; fix: one optimizer each")
-        self._stepped.extend(stepped)
+        self._stepped[len(self.optimizers)] = groups
         self.optimizers.append(optimizer)
+
+    def remove_optimizers(self) -> None:
+        """Forget the optimizers and this window's gradients (a new fit brings new ones)."""
+        self.optimizers, self._stepped = [], {}
+        self.ledger.reset()
+
+    def rest(self) -> None:
+        """Free whatever is gathered: between training and evaluation, before a long pause."""
+        self._hooks.release_all()
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -278,18 +288,25 @@ class Engine:
         self.close_gradients()
         return {record.name: self.ledger.full_gradient(record) for record in self.records if record.trainable}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers, full, under the plain model's names, on every rank. Collective.
+    def state_dict(self, *, only_rank: int | None = None) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, full, on the CPU, under the plain model's names. Collective.
 
-        Trained parameters come from the masters, in the type the model came in. Tied names share one tensor.
+        Trained parameters come from the masters, in the type the model came in. Tied names share one tensor. With
+        `only_rank` the other ranks hold one parameter at a time and get an empty dict.
         """
+        wanted = only_rank is None or self.mesh.rank == only_rank
         by_name = {}
         for record in self.records:
             value = self._full_value(record)
+            if not wanted:
+                continue
+            value = value.cpu()
             by_name.update(dict.fromkeys((record.name, *record.aliases), value))
         # keep_vars hands out the objects themselves, so placeholders are named without being read.
-        return {name: by_name[name] if name in by_name else entry.detach().clone()
-                for name, entry in self.module.state_dict(keep_vars=True).items()}
+        return {} if not wanted else {
+            name: by_name[name] if name in by_name else entry.detach().to("cpu", copy=True)
+            for name, entry in self.module.state_dict(keep_vars=True).items()
+        }
 
     def _full_value(self, record: ParameterRecord) -> Tensor:
         group = record.group
@@ -337,6 +354,19 @@ class Engine:
         parameters = {name for record in self.records for name in (record.name, *record.aliases)}
         return {name: entry for name, entry in self.module.state_dict(keep_vars=True).items()
                 if name not in parameters}
+
+    def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """Full state of an optimizer (default: the first) in torch's own form, on every rank. Collective."""
+        chosen = optimizer if optimizer is not None else self.optimizers[0]
+        return full_state(chosen, self._groups_of(chosen), control=self.mesh.control)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
+        """Take this rank's pieces of a full state, saved at any stage and rank count or by plain torch. Local."""
+        chosen = optimizer if optimizer is not None else self.optimizers[0]
+        load_full_state(chosen, self._groups_of(chosen), state)
+
+    def _groups_of(self, optimizer: Optimizer) -> list[list[ParameterRecord]]:
+        return self._stepped[next(place for place, each in enumerate(self.optimizers) if each is optimizer)]
 
     def gathered(self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | None = None
                  ) -> contextlib.AbstractContextManager[None]:

@@ -1,9 +1,9 @@
 """Which modules are units: what is gathered, used and freed together.
 
 In this order: what the caller names; what a model declares (`zero_units()`, or Hugging Face's `_no_split_modules`);
-children of ModuleList and Sequential of which there are at least two; direct children that are large. What no unit holds
-belongs to the root. A parameter reached from several units (tied weights) belongs to the root, which is up whenever any
-of them is.
+children of ModuleList and Sequential of which there are at least two; direct children that are large. What no unit
+holds belongs to the root. A parameter reached from several units (tied weights) belongs to the root, which is up
+whenever any of them is.
 """
 
 from __future__ import annotations

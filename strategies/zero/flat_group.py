@@ -69,7 +69,7 @@ class FlatGroup:
         before values are rounded to the compute type.
         """
         same = self.master_dtype == self.compute_dtype
-        whole = self.full if same else torch.zeros(self.layout.padded_numel, dtype=self.master_dtype, device=self.device)
+        whole = self.full if same else self.full.new_zeros(self.layout.padded_numel, dtype=self.master_dtype)
         for position, record in enumerate(self.records):
             whole[self.layout.span(position)].copy_(record.parameter.detach().reshape(-1))
         data.broadcast(whole, what=str(tag))
@@ -148,7 +148,7 @@ class FlatGroup:
             self.master[changed] = after[changed].to(self.master_dtype)
 
     def load(self, position: int, value: Tensor) -> None:
-        """Set one parameter from a full tensor of its shape, masters in full precision. Local; `full` need not be up."""
+        """Set one parameter from a full tensor of its shape, masters in full precision. Local; need not be gathered."""
         flat = value.detach().reshape(-1)
         with torch.no_grad():
             if self.full.untyped_storage().size() > 0:

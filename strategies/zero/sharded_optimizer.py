@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from strategies.zero.optimizer_state import slice_state
 from strategies.zero.record import ParameterRecord
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -25,21 +26,22 @@ WHOLE_TENSOR = frozenset({"Adafactor", "FusedLAMB", "LAMB", "LARS", "LBFGS", "La
                           "SparseAdam"})
 
 
-def shard_optimizer(optimizer: Optimizer, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+def shard_optimizer(optimizer: Optimizer, records: Sequence[ParameterRecord]) -> list[list[ParameterRecord]]:
     """Point `optimizer` at this rank's pieces, in place; carry over state it already has. Local.
 
-    Returns the records the optimizer steps, in group order.
+    Returns the trainable records of each parameter group, in the group's order.
 
     Raises:
         ValueError: it is not element-wise, or holds a tensor that is no trainable parameter of the model.
     """
     refuse_whole_tensor(optimizer)
     by_parameter = {id(record.parameter): record for record in records}
-    stepped: list[ParameterRecord] = []
+    stepped: list[list[ParameterRecord]] = []
     old_state = dict(optimizer.state)
     new_state: list[tuple[nn.Parameter, dict[str, Any]]] = []
     for number, group in enumerate(optimizer.param_groups):
         pieces = []
+        stepped.append([])
         for place, parameter in enumerate(group["params"]):
             record = by_parameter.get(id(parameter))
             if record is None:
@@ -49,30 +51,18 @@ def shard_optimizer(optimizer: Optimizer, records: Sequence[ParameterRecord]) ->
                     "model has its final modules")
             if not record.trainable:
                 continue  # frozen: torch optimizers skip it too, for want of a gradient
-            stepped.append(record)
+            stepped[-1].append(record)
             piece = record.group.masters.get(record.position)
             if piece is None:
                 continue
             pieces.append(piece)
             if parameter in old_state:
-                new_state.append((piece, _slice_state(record, old_state[parameter])))
+                new_state.append((piece, slice_state(record, old_state[parameter], device=piece.device)))
         group["params"] = pieces
     optimizer.state.clear()
     for piece, state in new_state:
         optimizer.state[piece] = state
     return stepped
-
-
-def _slice_state(record: ParameterRecord, state: dict[str, Any]) -> dict[str, Any]:
-    overlap = record.group.layout.overlap(record.position, record.group.optimizer_range)
-    assert overlap is not None
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == record.shape and value.dim() > 0:
-            return value.reshape(-1)[overlap.in_parameter].clone()
-        return value
-
-    return {key: cut(value) for key, value in state.items()}
 
 
 def refuse_whole_tensor(optimizer: Optimizer) -> None:

@@ -1,0 +1,119 @@
+"""The LightningModule whose step is one optimizer update.
+
+The loader yields all micro-batches of an update. The number of labelled tokens over all of them and all data ranks is
+known before the first forward, every micro-batch's loss is divided by it, and gradients are summed: so the loss and the
+gradient are those of one token mean over the whole batch, however it is cut. Accumulation, schedule, clipping and
+logging all count in updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from framework.config import Schedule
+from framework.data.step_loader import MicroBatch
+from framework.evaluation import count_labels
+from strategies.lightning.zero_strategy import ZeroStrategy
+
+
+@dataclass
+class StepOutcome:
+    """What one update came to, over all data ranks. `loss` is a device scalar: reading it may wait for the device."""
+
+    loss: Tensor
+    tokens: int
+    grad_norm: float | None = None
+    lr: float = 0.0
+
+
+class StepModule(pl.LightningModule):
+    """Trains `model`, whose forward(tokens, labels) returns the sum of the token losses.
+
+    Args:
+        make_optimizer: from the model to its optimizer.
+        schedule, max_steps: learning rate over updates.
+    """
+
+    def __init__(self, *, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], schedule: Schedule,
+                 max_steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self.outcome: StepOutcome | None = None
+        self._make_optimizer = make_optimizer
+        self._schedule = schedule
+        self._max_steps = max_steps
+
+    @property
+    def strategy(self) -> ZeroStrategy:
+        """The strategy that runs this module."""
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, ZeroStrategy), "StepModule runs under ZeroStrategy"
+        return strategy
+
+    def training_step(self, micro_batches: Sequence[MicroBatch], batch_idx: int) -> Tensor:
+        """One update's forwards and backwards; returns its global token-mean loss. Collective over the data axes."""
+        mesh = self.strategy.mesh
+        tokens = count_labels(micro_batches)
+        tokens = int(mesh.control.sum(torch.tensor([tokens]), what="count of labelled tokens")[0])
+        # Without a label anywhere there is nothing to learn: no backward, so neither weights nor moments move.
+        used = micro_batches if tokens else []
+        loss = self.strategy.drive(used, lambda batch: self.model(batch.tokens_BT, batch.labels_BT) / tokens)
+        loss = mesh.data.sum(loss.reshape(1), what="loss of the step")[0]
+        lr = float(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.outcome = StepOutcome(loss=loss, tokens=tokens, lr=lr)
+        return loss
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None,
+                                    gradient_clip_algorithm: str | None = None) -> None:
+        """Measure the global norm, then clip as the Trainer was told. Collective over the data axes."""
+        engine = self.strategy.engine
+        assert self.outcome is not None
+        if gradient_clip_val and gradient_clip_algorithm != "value":
+            self.outcome.grad_norm = engine.clip_by_norm(gradient_clip_val)
+            return
+        self.outcome.grad_norm = engine.gradient_norm()
+        if gradient_clip_val:
+            engine.clip_by_value(gradient_clip_val)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = self._make_optimizer(self.model)
+        factor = schedule_factor(self._schedule, self._max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Once per applied update."""
+        if self.outcome is not None and self.outcome.tokens:
+            scheduler.step()
+
+
+def schedule_factor(schedule: Schedule, max_steps: int) -> Callable[[int], float]:
+    """Updates already done -> share of the peak learning rate for the next one.
+
+    Warm-up is linear and reaches the peak with its last step; linear and cosine reach `final_ratio` with the last
+    update; inverse_sqrt falls as sqrt(warm-up / step).
+    """
+    warmup, final = schedule.warmup_steps, schedule.final_ratio
+    decay_steps = max(max_steps - 1 - warmup, 1)
+
+    def factor(done: int) -> float:
+        if done < warmup:
+            return (done + 1) / warmup
+        progress = min((done - warmup) / decay_steps, 1.0)
+        if schedule.name == "linear":
+            return 1.0 - (1.0 - final) * progress
+        if schedule.name == "cosine":
+            return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        if schedule.name == "inverse_sqrt":
+            return math.sqrt(max(warmup, 1) / max(done + 1, warmup, 1))
+        return 1.0
+
+    return factor

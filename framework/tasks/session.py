@@ -1,0 +1,135 @@
+"""What every task starts with on a rank: processes connected, data ready, model built, a screen to write to."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from framework.build import build_model, mesh_shape
+from framework.config import RunConfig
+from framework.data.source import DataSource, prepare
+from framework.plan import PlanFacts
+from framework.progress import Progress
+from framework.report import STATES, Measured
+from framework.resolve import Resolution
+from framework.run_folder import RunFolder
+from models.gpt2 import GPT2
+from strategies.engine import Engine
+from strategies.mesh import AXES, Mesh, ensure_process_group
+from strategies.zero.placement import Placement, RestingBytes
+
+
+@dataclass
+class Session:
+    """One rank's share of a run. `progress` writes to the terminal on rank 0 and nowhere on the others."""
+
+    config: RunConfig
+    folder: RunFolder
+    resolutions: Sequence[Resolution]
+    progress: Progress
+    mesh: Mesh
+    source: DataSource
+    model: GPT2
+
+    started_s: float
+
+    @property
+    def local_ranks(self) -> int:
+        """Processes that share this machine's memory (or, on GPUs, none: each has its own)."""
+        return 1 if self.mesh.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the run's shared files."""
+        return self.mesh.rank == 0
+
+    def measured(self, engine: Engine, *, val_loss: float | None = None) -> Measured:
+        """What the summary needs from the engine. Collective over the world."""
+        resting = gather_bytes(self.mesh, engine.resting_bytes())
+        parallel = self.config.parallel
+        return Measured(
+            world_size=self.mesh.world_size,
+            layout={"data": self.mesh.shape.data, "data_replicate": parallel.data_replicate,
+                    "sequence": parallel.sequence, "tensor": parallel.tensor, "pipeline": parallel.pipeline},
+            parameters=engine.num_parameters, resting_bytes_per_rank=resting, val_loss=val_loss,
+            data_hash=self.source.content_hash, wall_time_s=time.monotonic() - self.started_s)
+
+    def plan_facts(self, engine: Engine) -> PlanFacts:
+        """What the printed plan shows beside the config. Collective over the world."""
+        config, mesh = self.config, self.mesh
+        global_size = config.batch.global_size
+        assert isinstance(global_size, int)
+        shards = mesh.data_shard.size
+
+        def where(placement: Placement, note: str = "") -> str:
+            return f"sharded over {shards}{note}" if placement is Placement.SHARDED and shards > 1 else "replicated"
+
+        policy = engine.policy
+        return PlanFacts(
+            model=f"{config.model.name}, {len(engine.units)} ZeRO units", parameters=engine.num_parameters,
+            axes=dict(zip(AXES, mesh.shape.sizes, strict=True)),
+            accumulation=global_size // (config.batch.micro_size * mesh.shape.data),
+            rests={"parameters": where(policy.parameters), "gradients": where(policy.gradients, " as they arrive"),
+                   "optimizer": where(policy.optimizer)},
+            resting_bytes_per_rank=gather_bytes(mesh, engine.expected_resting_bytes()),
+            training_tokens=self.source.num_train_tokens, data_hash=self.source.content_hash,
+            run_dir=str(self.folder.path))
+
+
+@contextlib.contextmanager
+def open_session(config: RunConfig, *, folder: RunFolder, launch_dir: Path,
+                 resolutions: Sequence[Resolution]) -> Iterator[Session]:
+    """Connect the processes, prepare data, build the model. Collective over the world.
+
+    Raises:
+        ValueError: ranks read different data, or settings do not fit the data.
+    """
+    started_s = time.monotonic()
+    torch.set_num_threads(_resolved(config.trainer.threads))
+    device = torch.device("cpu")
+    if config.trainer.accelerator == "gpu":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    timeout_s = config.trainer.timeout_s
+    made_group = ensure_process_group(device=device, timeout_s=timeout_s)
+    first = int(os.environ.get("RANK", "0")) == 0
+    try:
+        with Progress() if first else Progress(stream=io.StringIO(), live=False) as progress:
+            source = prepare(config.dataset, vocab_size=config.model.vocab_size, max_seq_len=config.model.max_seq_len,
+                             seed=config.seed, base=launch_dir, scratch=folder.path, notify=progress.notify)
+            for notice in source.notices:
+                progress.say(notice)
+            mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=timeout_s)
+            _require_same_data(mesh, source)
+            torch.manual_seed(config.seed * 1_000_003 + mesh.rank)  # dropout: another stream on every rank
+            yield Session(config, folder, resolutions, progress, mesh, source,
+                          build_model(config.model, seed=config.seed), started_s)
+    finally:
+        if made_group:
+            dist.destroy_process_group()
+
+
+def gather_bytes(mesh: Mesh, held: RestingBytes) -> dict[str, list[int]]:
+    """Each state's bytes on every rank. Collective over the world."""
+    parts = mesh.world.gather_list(torch.tensor([getattr(held, state) for state in STATES]), what="resting bytes")
+    return {state: [int(part[place]) for part in parts] for place, state in enumerate(STATES)}
+
+
+def _require_same_data(mesh: Mesh, source: DataSource) -> None:
+    hashes = mesh.world.gather_objects(source.content_hash, what="comparison of the data")
+    if len(set(hashes)) > 1:
+        found = ", ".join(f"rank {rank}: {value[:12]}" for rank, value in enumerate(hashes))
+        raise ValueError(f"dataset: ranks read different content ({found}); "
+                         "fix: the same files, and the same Python version, on every node")
+
+
+def _resolved(value: int | str) -> int:
+    assert isinstance(value, int), f"{value!r} is resolved before the run starts"
+    return value
