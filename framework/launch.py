@@ -53,7 +53,7 @@ def run_job(
     with ExitStack() as stack:
         stack.enter_context(_job_environment(config))
         stack.enter_context(_quiet_agent(folder.logs / "launcher.log"))
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardlight_")))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".launch_", dir=folder.logs)))
         chosen = scratch / "resolutions.json"
         chosen.write_text(json.dumps([asdict(resolution) for resolution in resolutions]))
         command = [
