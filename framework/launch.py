@@ -28,6 +28,8 @@ from framework.environment import RANK_VARIABLES
 from framework.failure import Failure, JobFailed, failure_of, first_failure, interruption
 from framework.interrupt import AGENT_SIGNAL, Interrupts, undisturbed
 from framework.process import end_leftovers
+from framework.report import Measured, Recorded, build_summary
+from framework.resolve import processes
 from framework.run_folder import RunFolder
 
 TASK = "framework.tasks.run:run_task"
@@ -66,7 +68,7 @@ def run_job(
             with undisturbed():
                 end_leftovers(JOB_VARIABLE, job)
     with undisturbed():
-        return _conclude(folder, failure)
+        return _conclude(folder, failure, config)
 
 
 def _run_agent(command: list[str], *, processes: int, job: str, scratch: Path) -> Failure | None:
@@ -112,7 +114,7 @@ def _start_and_watch(
     return None
 
 
-def _conclude(folder: RunFolder, failure: Failure | None) -> dict[str, Any]:
+def _conclude(folder: RunFolder, failure: Failure | None, config: RunConfig) -> dict[str, Any]:
     """Complete what rank 0 has left of summary.json. Raises JobFailed after a failure."""
     summary = json.loads(folder.summary_path.read_text()) if folder.summary_path.exists() else {}
     if failure is None:
@@ -120,6 +122,9 @@ def _conclude(folder: RunFolder, failure: Failure | None) -> dict[str, Any]:
             summary = {"status": "completed", **summary}
             folder.write_json("summary.json", summary)
         return summary
+    if "steps" not in summary:  # rank 0 did not come to it: what metrics.jsonl says
+        known = Measured(world_size=processes(config))
+        summary = build_summary(config, status="failed", recorded=Recorded.read(folder), measured=known) | summary
     summary = failure.complete(summary)
     folder.write_json("summary.json", summary)
     _show(failure, folder)

@@ -41,16 +41,19 @@ class StepModule(pl.LightningModule):
     Args:
         make_optimizer: from the model to its optimizer.
         schedule, max_steps: learning rate over updates.
+        asked_to_stop: read once per update on every rank; true on any of them makes that update the last on all.
     """
 
     def __init__(self, *, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], schedule: Schedule,
-                 max_steps: int) -> None:
+                 max_steps: int, asked_to_stop: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self.model = model
         self.outcome: StepOutcome | None = None
         self._make_optimizer = make_optimizer
         self._schedule = schedule
         self._max_steps = max_steps
+        self._asked_to_stop = asked_to_stop
+        self.stopped = False
 
     @property
     def strategy(self) -> ZeroStrategy:
@@ -62,8 +65,10 @@ class StepModule(pl.LightningModule):
     def training_step(self, micro_batches: Sequence[MicroBatch], batch_idx: int) -> Tensor:
         """One update's forwards and backwards; returns its global token-mean loss. Collective over the data axes."""
         mesh = self.strategy.mesh
-        tokens = count_labels(micro_batches)
-        tokens = int(mesh.control.sum(torch.tensor([tokens]), what="count of labelled tokens")[0])
+        mine = torch.tensor([count_labels(micro_batches), int(self._asked_to_stop())])
+        tokens, stops = mesh.control.sum(mine, what="count of labelled tokens").tolist()
+        if stops:  # asked on any rank, agreed on all: this update is the last
+            self.trainer.should_stop = self.stopped = True
         # Without a label anywhere there is nothing to learn: no backward, so neither weights nor moments move.
         used = micro_batches if tokens else []
         loss = self.strategy.drive(used, lambda batch: self.model(batch.tokens_BT, batch.labels_BT) / tokens)

@@ -60,7 +60,7 @@ def read_weights(model: GPT2, path: Path) -> None:
                          "fix: the checkpoints/final folder of a run")
     wanted = dict(model.named_parameters())  # tied parameters once: the head is the embedding
     with safe_open(file, framework="pt") as archive, torch.no_grad():
-        stored = {_own_name(name): name for name in archive.keys()}  # noqa: SIM118: not a dict
+        stored = {_own_name(name): name for name in archive.keys()}  # noqa: SIM118 (an archive is no dict)
         problems = [f"{name} is missing" for name in wanted if name not in stored]
         for name in stored.keys() - wanted.keys() - {HEAD}:
             if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks that old files carry

@@ -24,7 +24,6 @@ from strategies.mesh import Mesh, default_device, ensure_process_group
 from strategies.precision import PrecisionPolicy
 from strategies.zero.clip import clip_by_norm, clip_by_value, global_norm
 from strategies.zero.discover import assign, find_units
-from strategies.zero.gathered import gathered_records
 from strategies.zero.hooks import UnitHooks
 from strategies.zero.ledger import GradientLedger, LedgerState
 from strategies.zero.optimizer_state import full_state, load_full_state
@@ -367,11 +366,6 @@ class Engine:
 
     def _groups_of(self, optimizer: Optimizer) -> list[list[ParameterRecord]]:
         return self._stepped[next(place for place, each in enumerate(self.optimizers) if each is optimizer)]
-
-    def gathered(self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | None = None
-                 ) -> contextlib.AbstractContextManager[None]:
-        """`strategies.gathered` for this engine; None means every parameter."""
-        return gathered_records(self.records if parameters is None else None, parameters)
 
     # -- accounting -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Every stage, rank count, accumulation and precision equals one process: gradients and parameters after each update."""
+"""Every stage, rank count, accumulation and precision equals one process: gradients and parameters, every update."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+
 from support.oracle import Trace, assert_same, train_engine, train_oracle
 from support.ranks import run_ranks
 from support.small_models import make

@@ -14,8 +14,9 @@ from framework import schema
 from framework.build import build_strategy, optimizer_maker, training_loader, validation_loader
 from framework.config import TrainTask
 from framework.data.step_loader import StepLoader
-from framework.memory import peak_memory_bytes
 from framework.evaluation import mean_loss
+from framework.interrupt import StopRequest
+from framework.memory import peak_memory_bytes
 from framework.module import StepModule
 from framework.plan import render_plan
 from framework.report import Reporter, StepReport, build_summary
@@ -28,12 +29,17 @@ from strategies.lightning.zero_strategy import ZeroStrategy
 
 def train(session: Session, task: TrainTask) -> None:
     """Run the whole of a training job on this rank. Collective over the world."""
-    config = session.config
     _quiet_lightning()
+    with StopRequest() as stop:
+        _train(session, task, stop)
+
+
+def _train(session: Session, task: TrainTask, stop: StopRequest) -> None:
+    config = session.config
     strategy = build_strategy(config)
     strategy.use_mesh(session.mesh)
     module = StepModule(model=session.model, make_optimizer=optimizer_maker(config.optimizer),
-                        schedule=config.schedule, max_steps=config.trainer.max_steps)
+                        schedule=config.schedule, max_steps=config.trainer.max_steps, asked_to_stop=lambda: bool(stop))
     reporter = None
     if session.is_first:
         trackers = make_trackers(config.logger, session.folder, schema.dump(config), warn=session.progress.say)
@@ -51,11 +57,11 @@ def train(session: Session, task: TrainTask) -> None:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, default_root_dir=session.folder.path)
     trainer.fit(module, training_loader(config, session.source, data_rank=data_rank))
-    # Lightning moves to other classes on its way out; the parameters stay sharded in the engine.
-    _finish(session, task, strategy, reporter)
+    _finish(session, task, strategy, reporter, stopped=module.stopped)
 
 
-def _finish(session: Session, task: TrainTask, strategy: ZeroStrategy, reporter: Reporter | None) -> None:
+def _finish(session: Session, task: TrainTask, strategy: ZeroStrategy, reporter: Reporter | None, *,
+            stopped: bool) -> None:
     engine = strategy.engine
     if task.save_weights:
         state = engine.state_dict(only_rank=0)
@@ -64,12 +70,13 @@ def _finish(session: Session, task: TrainTask, strategy: ZeroStrategy, reporter:
             write_weights(session.folder.checkpoints / "final", plain, config=session.config.model,
                           tokenizer=session.source.tokenizer)
     continuation = None
-    if task.sample_tokens:
+    if task.sample_tokens and not stopped:
         continuation = sample(session, engine, prompt=task.prompt, max_new_tokens=task.sample_tokens,
                               temperature=task.temperature, top_k=task.top_k)
     measured = session.measured(engine)
     if reporter is not None:
-        summary = build_summary(session.config, status="completed", recorded=reporter.recorded, measured=measured)
+        status = "interrupted" if stopped else "completed"
+        summary = build_summary(session.config, status=status, recorded=reporter.recorded, measured=measured)
         reporter.finish(summary)
         _show_end(session, summary, continuation)
 
@@ -109,9 +116,9 @@ class StepReporting(pl.Callback):
                            batch_idx: int) -> None:
         assert isinstance(pl_module, StepModule)
         step, config = batch_idx + 1, self._session.config.trainer
-        is_last = step == config.max_steps
-        validates = self._validation is not None and (is_last or bool(
-            config.val_every_steps and step % config.val_every_steps == 0))
+        is_last = step == config.max_steps or pl_module.stopped
+        due = is_last or bool(config.val_every_steps and step % config.val_every_steps == 0)
+        validates = self._validation is not None and due and not pl_module.stopped
         if not (validates or is_last or step % self._session.config.log.every_steps == 0):
             if self._reporter is not None:
                 self._reporter.advance(step)

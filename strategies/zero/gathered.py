@@ -28,15 +28,14 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module,
     Raises:
         ValueError: something given is no parameter.
     """
-    return gathered_records(None, parameters, write=write)
+    # Ordinary parameters, of no engine, are left as they are.
+    records = [record for record in map(record_of, _as_parameters(parameters)) if record is not None]
+    return gathered_records(records, write=write)
 
 
 @contextlib.contextmanager
-def gathered_records(records: Sequence[ParameterRecord] | None, parameters: Any, *,
-                     write: bool = True) -> Iterator[None]:
-    """`gathered` for records, or for parameters (ordinary parameters of no engine are left as they are)."""
-    if records is None:
-        records = [record for record in map(record_of, _as_parameters(parameters)) if record is not None]
+def gathered_records(records: Sequence[ParameterRecord], *, write: bool = True) -> Iterator[None]:
+    """`gathered`, by record."""
     units = sorted({record.unit for record in records}, key=lambda unit: unit.index)
     with contextlib.ExitStack() as stack:
         for unit in units:

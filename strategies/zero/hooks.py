@@ -60,8 +60,9 @@ class UnitHooks:
             pre, post = _module_hooks(this, unit)
             self._handles.append(unit.module.register_forward_pre_hook(pre, with_kwargs=True))
             self._handles.append(unit.module.register_forward_hook(post, with_kwargs=True))
-        self._handles.append(model.register_forward_pre_hook(lambda _m, _a: this.enter_root()))
-        self._handles.append(model.register_forward_hook(lambda _m, _a, _o: this.leave_root(), always_call=True))
+        self._handles.append(model.register_forward_pre_hook(ModuleHook(lambda _m, _a: this.enter_root())))
+        self._handles.append(model.register_forward_hook(ModuleHook(lambda _m, _a, _o: this.leave_root()),
+                                                         always_call=True))
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,28 @@ def _grad_hook(ledger: GradientLedger, record: ParameterRecord) -> Callable[[Ten
     return accept
 
 
-def _module_hooks(hooks: UnitHooks, unit: Unit) -> tuple[Callable[..., None], Callable[..., None]]:
+class ModuleHook:
+    """A hook on the user's module. A copy of the module is plain torch: the copied hook does nothing."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> None:
+        self._act(*args)
+
+    def __deepcopy__(self, memo: Any) -> ModuleHook:
+        return ModuleHook(_nothing)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("pickling a model that an engine holds: its parameters are views of sharded buffers (stage "
+                           "3: it rests sharded); fix: save engine.state_dict(), or engine.close() first")
+
+
+def _nothing(*_args: Any) -> None:
+    return None
+
+
+def _module_hooks(hooks: UnitHooks, unit: Unit) -> tuple[ModuleHook, ModuleHook]:
     unit_ref = weakref.ref(unit)
 
     def pre(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -196,7 +218,7 @@ def _module_hooks(hooks: UnitHooks, unit: Unit) -> tuple[Callable[..., None], Ca
         if unit is not None:
             hooks.after_forward(unit, output)
 
-    return pre, post
+    return ModuleHook(pre), ModuleHook(post)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
