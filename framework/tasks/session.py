@@ -16,6 +16,7 @@ import torch.distributed as dist
 from framework.build import build_model, mesh_shape
 from framework.config import RunConfig
 from framework.data.source import DataSource, prepare
+from framework.memory import peak_memory_bytes
 from framework.plan import PlanFacts
 from framework.progress import Progress
 from framework.report import STATES, Measured
@@ -51,14 +52,23 @@ class Session:
         """Whether this rank writes the run's shared files."""
         return self.mesh.rank == 0
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """Sizes of the axes as the summary names them."""
+        shape = self.mesh.shape
+        return {"data": shape.data, "data_replicate": shape.data_replicate, "sequence": shape.sequence,
+                "tensor": shape.tensor, "pipeline": shape.pipeline}
+
+    def peak_memory_bytes_per_rank(self) -> list[int]:
+        """The most each rank has held so far. Collective over the world."""
+        peaks = self.mesh.world.gather_list(torch.tensor([peak_memory_bytes()]), what="peak memory")
+        return [int(peak[0]) for peak in peaks]
+
     def measured(self, engine: Engine, *, val_loss: float | None = None) -> Measured:
         """What the summary needs from the engine. Collective over the world."""
         resting = gather_bytes(self.mesh, engine.resting_bytes())
-        parallel = self.config.parallel
         return Measured(
-            world_size=self.mesh.world_size,
-            layout={"data": self.mesh.shape.data, "data_replicate": parallel.data_replicate,
-                    "sequence": parallel.sequence, "tensor": parallel.tensor, "pipeline": parallel.pipeline},
+            world_size=self.mesh.world_size, layout=self.layout,
             parameters=engine.num_parameters, resting_bytes_per_rank=resting, val_loss=val_loss,
             data_hash=self.source.content_hash, wall_time_s=time.monotonic() - self.started_s)
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
 import time
 import warnings
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from framework import schema
 from framework.build import build_strategy, optimizer_maker, training_loader, validation_loader
+from framework.cluster import ConnectedProcesses
 from framework.config import TrainTask
 from framework.data.step_loader import StepLoader
 from framework.evaluation import mean_loss
+from framework.failure import failure_of
 from framework.interrupt import StopRequest
-from framework.memory import peak_memory_bytes
 from framework.module import StepModule
 from framework.plan import render_plan
-from framework.report import Reporter, StepReport, build_summary
+from framework.report import Measured, Reporter, StepReport, build_summary
 from framework.tasks.sampling import Continuation, sample
 from framework.tasks.session import Session
 from framework.tracking import make_trackers
@@ -48,16 +50,33 @@ def _train(session: Session, task: TrainTask, stop: StopRequest) -> None:
     validation = None
     if config.trainer.val_steps:
         validation = validation_loader(config, session.source, data_rank=data_rank, steps=config.trainer.val_steps)
-    reporting = StepReporting(session, reporter, validation)
     trainer = pl.Trainer(
         strategy=strategy, accelerator=config.trainer.accelerator, devices=config.trainer.devices,
+        plugins=[ConnectedProcesses(session.mesh, devices=config.trainer.devices)],
         num_nodes=config.trainer.num_nodes, max_steps=config.trainer.max_steps, max_epochs=-1,
         gradient_clip_val=config.trainer.gradient_clip_val,
-        gradient_clip_algorithm=config.trainer.gradient_clip_algorithm, callbacks=[reporting], logger=False,
+        gradient_clip_algorithm=config.trainer.gradient_clip_algorithm,
+        callbacks=[StepReporting(session, reporter, validation), KeepSigterm()], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, default_root_dir=session.folder.path)
-    trainer.fit(module, training_loader(config, session.source, data_rank=data_rank))
-    _finish(session, task, strategy, reporter, stopped=module.stopped)
+    try:
+        trainer.fit(module, training_loader(config, session.source, data_rank=data_rank))
+        _finish(session, task, strategy, reporter, stopped=module.stopped)
+    except Exception as error:
+        if reporter is not None:
+            _finish_failed(session, reporter, error)
+        raise
+
+
+def _finish_failed(session: Session, reporter: Reporter, error: Exception) -> None:
+    """Leave what is known of a run that fails here, and let the trackers finish. Not collective: peers may be gone."""
+    known = Measured(world_size=session.mesh.world_size, layout=session.layout, data_hash=session.source.content_hash,
+                     parameters=sum(parameter.numel() for parameter in session.model.parameters()))
+    summary = build_summary(session.config, status="failed", recorded=reporter.recorded, measured=known)
+    path = session.folder.summary_path
+    # A rank that failed before this one has told the cause; what is raised here may only follow from it.
+    told = json.loads(path.read_text()) if path.exists() else {}
+    reporter.finish(summary | (told if "error" in told else failure_of(error, rank=session.mesh.rank).complete({})))
 
 
 def _finish(session: Session, task: TrainTask, strategy: ZeroStrategy, reporter: Reporter | None, *,
@@ -130,7 +149,7 @@ class StepReporting(pl.Callback):
         assert outcome is not None
         loss = float(outcome.loss)  # waits for the device
         elapsed_s = time.perf_counter() - self._started_s
-        peaks = self._session.mesh.world.gather_list(torch.tensor([peak_memory_bytes()]), what="peak memory")
+        peaks = self._session.peak_memory_bytes_per_rank()
         extra = {}
         if validates:
             assert self._validation is not None
@@ -139,7 +158,20 @@ class StepReporting(pl.Callback):
             self._reporter.step(StepReport(
                 step=step, loss=loss, lr=outcome.lr, grad_norm=outcome.grad_norm, tokens=outcome.tokens,
                 step_time_s=elapsed_s, tokens_per_s=outcome.tokens / elapsed_s,
-                peak_memory_bytes_per_rank=[int(peak[0]) for peak in peaks], extra=extra))
+                peak_memory_bytes_per_rank=peaks, extra=extra))
+
+
+class KeepSigterm(pl.Callback):
+    """Lets SIGTERM do what it did before Lightning came: the launcher ends ranks with it when a peer has failed.
+
+    Lightning answers it with a collective, from a handler that does not run while the rank waits in another one.
+    """
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        signal.signal(signal.SIGTERM, self._handler)
 
 
 def _quiet_lightning() -> None:
