@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from framework.build import build_engine, validation_loader
 from framework.config import EvaluateTask
@@ -23,9 +24,18 @@ def evaluate(session: Session, task: EvaluateTask) -> None:
         raise ValueError(f"task=evaluate: dataset {session.config.dataset.name} holds nothing out; "
                          "fix: a share above 0 (dataset.validation_fraction, dataset.num_validation_samples)")
     loss, tokens = mean_loss(engine, session.model, loader)
-    measured = session.measured(engine, val_loss=loss)
+    measured = replace(session.measured(engine, val_loss=loss),
+                       peak_memory_bytes_per_rank=session.peak_memory_bytes_per_rank())
     if session.is_first:
-        session.progress.say(f"validation loss {loss:.4f}, perplexity {math.exp(loss):.1f}, {tokens} tokens")
+        session.progress.say(f"validation loss {loss:.4f}, perplexity {perplexity(loss):.1f}, {tokens} tokens")
         summary = build_summary(session.config, status="completed", recorded=Recorded(), measured=measured)
         session.folder.write_json(session.folder.summary_path, summary)
         session.progress.say(f"results in {session.folder.path}")
+
+
+def perplexity(loss: float) -> float:
+    """exp of the loss; infinite where that is no float any more, as for weights that have diverged."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

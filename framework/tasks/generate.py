@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from framework.build import build_engine
 from framework.config import GenerateTask
 from framework.report import Recorded, build_summary
@@ -14,7 +16,7 @@ def generate_text(session: Session, task: GenerateTask) -> None:
     engine = build_engine(session.config, session.model, session.mesh)
     continuation = sample(session, engine, prompt=task.prompt, max_new_tokens=task.max_new_tokens,
                           temperature=task.temperature, top_k=task.top_k)
-    measured = session.measured(engine)
+    measured = replace(session.measured(engine), peak_memory_bytes_per_rank=session.peak_memory_bytes_per_rank())
     if session.is_first:
         session.progress.say(continuation.text())
         summary = build_summary(session.config, status="completed", recorded=Recorded(), measured=measured)
