@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from models.gpt2 import GPT2
 
 FILE = "model.safetensors"
 HEAD = "lm_head.weight"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], *, config: GptModel,
@@ -28,7 +32,7 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], *, config: GptModel
     `state` has the plain model's names; the tied head is left out, as Hugging Face does. An earlier folder of that
     name is replaced only once the new one is complete.
     """
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    aside = folder.with_name(f".{folder.name}.new")  # one name: what a killed run left here is overwritten
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     tensors = {name: value.contiguous() for name, value in state.items() if name != HEAD}
@@ -36,14 +40,42 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], *, config: GptModel
     (aside / "config.json").write_text(json.dumps(_hf_config(config), indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save(aside / "tokenizer.json")
-    for path in aside.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
+    for path in (*aside.iterdir(), aside):
+        _to_disk(path)
     if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        _exchange(aside, folder)
+        shutil.rmtree(aside)
+    else:
+        aside.rename(folder)
+    _to_disk(folder.parent)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Let two folders swap names in one step, so that at no time there is none (renameat2, Linux 3.15).
+
+    File systems without it (some network disks) get two renames: a process killed between them leaves the old folder
+    as `<name>.replaced`.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise OSError(number, os.strerror(number), str(old))
+    replaced = old.with_name(f"{old.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    old.rename(replaced)
+    new.rename(old)
+    replaced.rename(new)  # the caller removes it
 
 
 def read_weights(model: GPT2, path: Path) -> None:
@@ -59,7 +91,7 @@ def read_weights(model: GPT2, path: Path) -> None:
         raise ValueError(f"model.weights={path}: allowed is a .safetensors file or a folder holding {FILE}; "
                          "fix: the checkpoints/final folder of a run")
     wanted = dict(model.named_parameters())  # tied parameters once: the head is the embedding
-    with safe_open(file, framework="pt") as archive, torch.no_grad():
+    with _opened(file) as archive, torch.no_grad():
         stored = {_own_name(name): name for name in archive.keys()}  # noqa: SIM118 (an archive is no dict)
         problems = [f"{name} is missing" for name in wanted if name not in stored]
         for name in stored.keys() - wanted.keys() - {HEAD}:
@@ -74,6 +106,14 @@ def read_weights(model: GPT2, path: Path) -> None:
                              "fix: the model=... and model.* settings the weights were made with")
         for name, parameter in wanted.items():
             parameter.copy_(archive.get_tensor(stored[name]))
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"model.weights={file}: no whole safetensors file ({error}); "
+                         "fix: the checkpoints/final folder of a run that completed") from error
 
 
 def _own_name(name: str) -> str:
