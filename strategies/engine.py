@@ -91,6 +91,7 @@ class Engine:
             [parameter for parameter in model.parameters() if parameter.requires_grad])
 
         self.records = make_records(model)
+        self._frozen = [record for record in self.records if not record.trainable]
         self._number = mesh.next_engine()
         self.units, self._root = self._make_units(model, units)
         for record in self.records:
@@ -200,7 +201,16 @@ class Engine:
 
     @contextlib.contextmanager
     def backward_scope(self, *, last: bool = False) -> Iterator[None]:
-        """Around any code that runs autograd on this model. Collective over the data axes at the end."""
+        """Around any code that runs autograd on this model. Collective over the data axes at the end.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when the engine took it is trainable now.
+        """
+        for record in self._frozen:
+            if record.parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter '{record.name}' was frozen when the engine took the model and is trainable now: it has "
+                    "no gradient buffer and no optimizer state; fix: engine.close() and a new Engine after unfreezing")
         self._hooks.begin_backward()
         try:
             with self.ledger.backward(last=last):

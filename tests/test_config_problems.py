@@ -66,7 +66,6 @@ WRONG = [
     ("parallel.tensor=2", "parallel.tensor", "2", "size 1 only", "parallel.tensor=1"),
     ("parallel.data=3", "parallel.data", "3", "trainer.devices 2 x trainer.num_nodes 1 = 2", "trainer.devices=3"),
     ("parallel.data_replicate=3", "parallel.data_replicate", "3", "parallel.data (2)", "parallel.data_replicate=2"),
-    ("schedule.warmup_steps=500", "schedule.warmup_steps", "500", "trainer.max_steps (100)", "schedule.warmup_steps="),
     ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "[0.9,1.0]", "below 1", "optimizer.betas=[0.9,0.95]"),
     ("optimizer.betas=[0.9]", "optimizer.betas", "[0.9]", "two numbers", "optimizer.betas=[0.9,0.95]"),
     ("trainer.accelerator=gpu", "trainer.accelerator", "gpu", "no GPU", "trainer.accelerator=cpu"),

@@ -323,3 +323,149 @@ def weights_outside_their_unit(rank):
 
 def test_a_weight_used_outside_its_unit_is_named_and_units_can_be_chosen():
     run_ranks(2, weights_outside_their_unit)
+
+
+def plain_backward(rank, stage):
+    a, b = (strategies.Engine(make("checkpointed"), optimizer=adamw, zero=stage) for _ in range(2))
+    for step in range(3):
+        for micro in range(2):
+            a.backward(loss_of(a(batch(step, rank, micro))))
+            loss_of(b(batch(step, rank, micro))).backward()
+        a.step(), b.step()
+    left, right = a.state_dict(), b.state_dict()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_loss_backward_gives_the_same_numbers(stage):
+    run_ranks(2, plain_backward, stage)
+
+
+def unfrozen(rank):
+    engine = strategies.Engine(make("frozen"), optimizer=adamw, zero=3)
+    train_step(engine, 0, rank)
+    engine.module.blocks[1].requires_grad_(True)
+    loss = loss_of(engine(batch(1, rank, 0)))
+    with pytest.raises(RuntimeError, match=r"blocks\.1.*frozen when the engine took"):
+        engine.backward(loss)
+
+
+def test_unfreezing_after_the_engine_took_the_model_is_refused_by_name():
+    run_ranks(2, unfrozen)
+
+
+def misuse(rank):
+    engine = strategies.Engine(make("stack"), zero=2)
+    with pytest.raises(RuntimeError, match="without an optimizer"):
+        engine.step()
+    engine.add_optimizer(adamw(list(engine.module.parameters())))
+    engine.backward(loss_of(engine(batch(0, rank, 0))))
+    engine.close_gradients()
+    late = loss_of(engine(batch(1, rank, 0)))
+    with pytest.raises(RuntimeError, match="were closed"):
+        engine.backward(late)
+    engine.step()
+    for wrong, key in (({"zero": 4}, "stage 4"), ({"zero": True}, "stage True"), ({"precision": "fp8"}, "fp8"),
+                       ({"clip_norm": 0.0}, "clip_norm"), ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_value"),
+                       ({"prefetch_units": -1}, "prefetch_units"), ({"units": ["nowhere"]}, "nowhere")):
+        with pytest.raises(ValueError, match=key):
+            strategies.Engine(make("stack"), optimizer=adamw, **wrong)
+
+
+def test_misuse_is_refused_with_the_argument_and_its_value():
+    run_ranks(2, misuse)
+
+
+def wrong_optimizers(rank):
+    def expect(make_optimizer, text):
+        with pytest.raises(ValueError, match=text):
+            strategies.Engine(make("stack"), optimizer=make_optimizer, zero=3)
+
+    expect(lambda p: torch.optim.LBFGS(p), "LBFGS")
+    expect(lambda p: torch.optim.Adafactor(p), "Adafactor")
+    expect(lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]), "Muon")
+    expect(lambda p: adamw([nn.Parameter(torch.ones(3))]), "not a parameter of the model")
+
+    class RowNormalised(torch.optim.SGD):
+        """Divides by the norm of the whole tensor."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+    class SignDescent(torch.optim.SGD):
+        """Element-wise: runs."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad.sign(), alpha=group["lr"])
+
+    expect(lambda p: RowNormalised(p, lr=0.1), "looks at whole tensors")
+    engine = strategies.Engine(make("stack"), optimizer=lambda p: SignDescent(p, lr=0.1), zero=3)
+    train_step(engine, 0, rank)
+
+
+def test_optimizers_that_look_at_whole_tensors_are_refused_by_name():
+    run_ranks(2, wrong_optimizers)
+
+
+def prebuilt_with_groups_and_state(rank, stage):
+    """An optimizer object with three groups, one step old, keeps options, identity and state."""
+    def build(model):
+        named = list(model.named_parameters())
+        return torch.optim.AdamW([
+            {"params": [p for n, p in named if "norm" in n], "lr": 1e-2, "weight_decay": 0.0},
+            {"params": [p for n, p in named if n.endswith("up.weight")], "betas": (0.5, 0.6)},
+            {"params": [p for n, p in named if "norm" not in n and not n.endswith("up.weight")], "lr": 3e-2},
+        ], lr=5e-3, eps=1e-4)
+
+    def one_step(model, optimizer, step):
+        (sum(loss_of(model(batch(step, r, 0))) for r in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, wrapped = make("stack"), make("stack")
+    optimizers = build(plain), build(wrapped)
+    for model, optimizer in zip((plain, wrapped), optimizers, strict=True):
+        one_step(model, optimizer, 0)
+    groups = [id(group) for group in optimizers[1].param_groups]
+    engine = strategies.Engine(wrapped, optimizer=optimizers[1], zero=stage)
+    assert groups == [id(group) for group in optimizers[1].param_groups]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[1], 1, gamma=0.5)
+    plain_scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=0.5)
+    for step in range(1, 4):
+        one_step(plain, optimizers[0], step)
+        plain_scheduler.step()
+        train_step(engine, step, rank)
+        scheduler.step()
+    state = engine.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
+    full, expected = engine.optimizer_state_dict(), optimizers[0].state_dict()
+    assert [g["params"] for g in full["param_groups"]] == [g["params"] for g in expected["param_groups"]]
+    for number, entry in expected["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(full["state"][number][key], value, atol=1e-5, rtol=1e-4)
+    # Another stage takes over in mid-training, from full state alone.
+    moved = make("stack", seed=5)
+    moved_optimizer = build(moved)
+    other = strategies.Engine(moved, optimizer=moved_optimizer, zero=3 - stage)
+    other.load_state_dict(state)
+    other.load_optimizer_state_dict(full)
+    one_step(plain, optimizers[0], 9)
+    train_step(other, 9, rank)
+    found = other.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_built_optimizer_keeps_its_groups_options_and_state(stage):
+    run_ranks(2, prebuilt_with_groups_and_state, stage)
