@@ -50,6 +50,8 @@ class PlanFacts:
     """Tokens of the training split; None where the dataset does not know it yet."""
     data_hash: str | None
     run_dir: str
+    collectives: str = ""
+    """How large buffers move between data ranks, in words."""
 
 
 def render_plan(config: RunConfig, facts: PlanFacts, resolutions: Sequence[Resolved] = ()) -> RenderableType:
@@ -93,6 +95,7 @@ def _settings(config: RunConfig, facts: PlanFacts) -> Table:
         ("schedule", _schedule(config)),
         ("data", _data(config, facts)),
         ("processes", _processes(config, facts)),
+        *([("collectives", facts.collectives)] if facts.collectives else []),
     ):
         table.add_row(name, Text(value))
     return table

@@ -91,7 +91,7 @@ class Session:
                    "optimizer": where(policy.optimizer)},
             resting_bytes_per_rank=gather_bytes(mesh, engine.expected_resting_bytes()),
             training_tokens=self.source.num_train_tokens, data_hash=self.source.content_hash,
-            run_dir=str(self.folder.path))
+            run_dir=str(self.folder.path), collectives=mesh.data_shard.algorithm())
 
 
 @contextlib.contextmanager
