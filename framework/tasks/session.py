@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ from models.gpt2 import GPT2
 from strategies.engine import Engine
 from strategies.mesh import AXES, Mesh, ensure_process_group
 from strategies.zero.placement import Placement, RestingBytes
+
+PREPARATION_LIMIT = timedelta(days=7)  # no collective's timeout: tokenizing a large corpus takes hours
 
 
 @dataclass
@@ -112,8 +115,10 @@ def open_session(config: RunConfig, *, folder: RunFolder, launch_dir: Path,
     first = int(os.environ.get("RANK", "0")) == 0
     try:
         with Progress() if first else Progress(stream=io.StringIO(), live=False) as progress:
-            source = prepare(config.dataset, vocab_size=config.model.vocab_size, max_seq_len=config.model.max_seq_len,
-                             seed=config.seed, base=launch_dir, scratch=folder.path, notify=progress.notify)
+            with _first_rank_of_a_node_first():
+                source = prepare(config.dataset, vocab_size=config.model.vocab_size,
+                                 max_seq_len=config.model.max_seq_len, seed=config.seed, base=launch_dir,
+                                 scratch=folder.path, notify=progress.notify)
             for notice in source.notices:
                 progress.say(notice)
             mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=timeout_s)
@@ -124,6 +129,27 @@ def open_session(config: RunConfig, *, folder: RunFolder, launch_dir: Path,
     finally:
         if made_group:
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _first_rank_of_a_node_first() -> Iterator[None]:
+    """The first rank of each node runs the block before the others do. Collective over the world.
+
+    Data is prepared once per machine, by whichever rank comes first: it has to be the one that shows how far it is.
+    An error lets the others run the block too, so that all ranks say the same.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    turns = dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_first:
+        dist.barrier(turns)
+    try:
+        yield
+    finally:
+        if is_first:
+            dist.barrier(turns)
 
 
 def gather_bytes(mesh: Mesh, held: RestingBytes) -> dict[str, list[int]]:
