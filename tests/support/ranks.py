@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -119,6 +120,11 @@ def _serve(rank: int, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(TESTS))
+    # Arguments may hold functions of `tests.test_x`, as pytest names its modules. Made here and not found: only
+    # `python -m pytest` puts the checkout on the path, and an installed package may have a `tests` of its own.
+    package = types.ModuleType("tests")
+    package.__path__ = [str(TESTS)]
+    sys.modules["tests"] = package
     while True:
         try:
             file, module_name, qualname, args, world_size, store, timeout_s = pickle.loads(pipe.recv_bytes())
