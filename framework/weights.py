@@ -21,6 +21,7 @@ from framework.data.tokenizer import TextTokenizer
 from models.gpt2 import GPT2
 
 FILE = "model.safetensors"
+TOKENIZER = "tokenizer.json"
 HEAD = "lm_head.weight"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -39,7 +40,7 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], *, config: GptModel
     save_file(tensors, aside / FILE, metadata={"format": "pt"})
     (aside / "config.json").write_text(json.dumps(_hf_config(config), indent=2) + "\n")
     if tokenizer is not None:
-        tokenizer.save(aside / "tokenizer.json")
+        tokenizer.save(aside / TOKENIZER)
     for path in (*aside.iterdir(), aside):
         _to_disk(path)
     if folder.exists():
@@ -106,6 +107,12 @@ def read_weights(model: GPT2, path: Path) -> None:
                              "fix: the model=... and model.* settings the weights were made with")
         for name, parameter in wanted.items():
             parameter.copy_(archive.get_tensor(stored[name]))
+
+
+def tokenizer_beside(path: Path) -> TextTokenizer | None:
+    """The tokenizer that weights were trained with, where they are in a folder that holds one."""
+    file = path / TOKENIZER
+    return TextTokenizer.load(file) if file.is_file() else None
 
 
 def _opened(file: Path) -> Any:

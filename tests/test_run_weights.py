@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -162,6 +163,37 @@ def test_a_prompt_is_read_and_answered_with_the_runs_own_tokenizer(tmp_path, tex
     wanted = greedy(hugging_face(transformers, training), ids, 9, window=16, stop=stop)
     assert found.summary["prompt"] == "the quick"
     assert found.summary["completion"] == tokenizer.decode(wanted)
+
+
+def test_the_tokenizer_beside_the_weights_reads_prompts_for_data_that_has_none(tmp_path, text_run):
+    config, training = text_run
+    (tmp_path / "own.txt").write_text(TEXT)
+    said = {}
+    for name, data in (("text", config.dataset), ("synthetic", training_config().dataset)):
+        asked = replace(generating(config, training, prompt="pack my box", max_new_tokens=7), dataset=data)
+        said[name] = run_in_pool(asked, tmp_path, timeout_s=60).summary["completion"]
+    assert said["text"] == said["synthetic"]
+
+
+def test_text_that_gives_another_tokenizer_than_the_weights_have_is_refused(tmp_path, text_run):
+    config, training = text_run
+    (tmp_path / "own.txt").write_text("other words give other merges, and ids would mean other things. " * 60)
+    said = run_in_pool(evaluating(config, training), tmp_path, worker=refused).returned
+    assert said[0] == said[1]
+    assert "tokenizer.json beside them" in said[0]
+    assert [path.name for path in tmp_path.glob("*.json")] == []
+
+
+def without_room(rank, config, path):
+    with mock.patch("framework.tasks.sampling.available_memory_bytes", return_value=0 if rank else 1 << 40):
+        run_watched(rank, config, path)
+
+
+def test_generation_without_room_for_the_whole_model_says_the_same(tmp_path, run):
+    config = generating(*run, prompt=None)
+    plain = run_in_pool(config, tmp_path / "plain")
+    tight = run_in_pool(config, tmp_path / "tight", worker=without_room)
+    assert tight.summary["completion"] == plain.summary["completion"]
 
 
 def test_sampling_repeats_with_the_seed_on_any_number_of_ranks(tmp_path, run):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +20,14 @@ import torch.distributed as dist
 from framework.build import build_model, mesh_shape
 from framework.config import RunConfig
 from framework.data.source import DataSource, prepare
+from framework.data.tokenizer import TextTokenizer
 from framework.memory import peak_memory_bytes
 from framework.plan import PlanFacts
 from framework.progress import Progress
 from framework.report import STATES, Measured
 from framework.resolve import Resolution
 from framework.run_folder import RunFolder
+from framework.weights import tokenizer_beside
 from models.gpt2 import GPT2
 from strategies.engine import Engine
 from strategies.mesh import AXES, Mesh, ensure_process_group
@@ -119,6 +124,7 @@ def open_session(config: RunConfig, *, folder: RunFolder, launch_dir: Path,
                 source = prepare(config.dataset, vocab_size=config.model.vocab_size,
                                  max_seq_len=config.model.max_seq_len, seed=config.seed, base=launch_dir,
                                  scratch=folder.path, notify=progress.notify)
+            source = _with_tokenizer_of_weights(source, config, scratch=folder.path)
             for notice in source.notices:
                 progress.say(notice)
             mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=timeout_s)
@@ -150,6 +156,28 @@ def _first_rank_of_a_node_first() -> Iterator[None]:
     finally:
         if is_first:
             dist.barrier(turns)
+
+
+def _with_tokenizer_of_weights(source: DataSource, config: RunConfig, *, scratch: Path) -> DataSource:
+    """Ids mean to the weights what their own tokenizer says: refuse text that is cut otherwise.
+
+    Raises:
+        ValueError: the dataset's tokenizer is another one than the weights were trained with.
+    """
+    stored = tokenizer_beside(Path(config.model.weights)) if config.model.weights is not None else None
+    if stored is None:
+        return source
+    if source.tokenizer is not None and _content(source.tokenizer, scratch) != _content(stored, scratch):
+        raise ValueError(f"model.weights={config.model.weights}: they were trained with the tokenizer.json beside "
+                         f"them, and the text of dataset={config.dataset.name} gives another one; fix: the dataset they "
+                         "were trained on, or dataset=tokens with ids of that tokenizer")
+    return replace(source, tokenizer=stored)
+
+
+def _content(tokenizer: TextTokenizer, scratch: Path) -> Any:
+    with tempfile.NamedTemporaryFile(dir=scratch, suffix=".json") as file:
+        tokenizer.save(Path(file.name))
+        return json.loads(Path(file.name).read_text("utf-8"))
 
 
 def gather_bytes(mesh: Mesh, held: RestingBytes) -> dict[str, list[int]]:
