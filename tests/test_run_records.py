@@ -4,17 +4,21 @@ import json
 import math
 import os
 import signal
+import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from framework.config import FileLogger
+from framework.run_folder import RunFolder
 from strategies.precision import PrecisionPolicy
 from strategies.zero.layout import ALIGN
 from strategies.zero.placement import StagePolicy
-from support.run_jobs import run_here, run_in_pool, training_config
-from support.run_oracle import oracle_model
+from support.run_jobs import rank_environment, run_here, run_in_pool, training_config
+from support.run_oracle import oracle_model, oracle_source
+from support.run_probes import run_watched
 
 METRICS = {"step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "tokens_per_s", "peak_memory_bytes_per_rank"}
 SUMMARY = {"status", "steps", "final_loss", "val_loss", "world_size", "layout", "zero_stage", "precision", "parameters",
@@ -101,6 +105,44 @@ def test_resting_bytes_are_the_published_formula_and_padding(tmp_path, devices, 
     copies = devices if stage == 0 else 1
     if precision == "fp32":
         assert sum(held["optimizer"]) == 2 * 4 * whole * copies
+
+
+class Slow:
+    """Samples that take their time."""
+
+    def __init__(self, base):
+        self.base = base
+
+    def __len__(self):
+        return len(self.base)
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return self.base[index]
+
+
+def slow_data(config, path):
+    source = oracle_source(config, path)
+    return replace(source, train=Slow(source.train))
+
+
+def test_the_time_of_a_step_counts_the_loading_of_its_samples(tmp_path):
+    run = run_in_pool(short(1), tmp_path, worker=run_watched, arguments=(slow_data,))
+    assert min(run.column("step_time_s")) > 12 * 0.01
+
+
+def without_local_ranks(rank, config, path):
+    from framework.tasks.run import run_task
+
+    with rank_environment(rank, config.trainer.devices, cache=path / "cache"):
+        del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+        run_task(config, folder=RunFolder(path), launch_dir=path)
+
+
+def test_a_launcher_that_tells_no_local_ranks_will_do(tmp_path):
+    run = run_in_pool(short(), tmp_path, worker=without_local_ranks)
+    assert run.summary["world_size"] == 2
+    assert run.column("step") == [1, 2, 3, 4, 5]
 
 
 def test_lines_are_thinned_and_the_last_step_has_one_whatever_its_number(tmp_path):

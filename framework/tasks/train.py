@@ -126,9 +126,6 @@ class StepReporting(pl.Callback):
         if self._reporter is not None:
             plan = render_plan(self._session.config, facts, self._session.resolutions)
             self._reporter.start(total_steps=self._session.config.trainer.max_steps, plan=plan)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any,
-                             batch_idx: int) -> None:
         self._started_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any,
@@ -138,11 +135,11 @@ class StepReporting(pl.Callback):
         is_last = step == config.max_steps or pl_module.stopped
         due = is_last or bool(config.val_every_steps and step % config.val_every_steps == 0)
         validates = self._validation is not None and due and not pl_module.stopped
-        if not (validates or is_last or step % self._session.config.log.every_steps == 0):
-            if self._reporter is not None:
-                self._reporter.advance(step)
-            return
-        self._log(pl_module, step, validates)
+        if validates or is_last or step % self._session.config.log.every_steps == 0:
+            self._log(pl_module, step, validates)
+        elif self._reporter is not None:
+            self._reporter.advance(step)
+        self._started_s = time.perf_counter()  # of the next step, whose samples are loaded before Lightning says so
 
     def _log(self, module: StepModule, step: int, validates: bool) -> None:
         outcome = module.outcome
