@@ -8,7 +8,7 @@ from support.run_oracle import oracle_model, oracle_source
 from support.run_probes import run_watched
 from support.run_sources import alike
 
-LAYOUTS = [(1, 0, 12), (2, 3, 1), (2, 1, 2), (3, 2, 4), (4, 3, 3)]  # devices, stage, micro size
+LAYOUTS = [(1, 0, 12), (2, 3, 1), (2, 1, 2), (3, 3, 4)]  # devices, stage, micro size
 
 
 def short(devices, stage, micro_size, **changes):

@@ -169,8 +169,8 @@ def _with_tokenizer_of_weights(source: DataSource, config: RunConfig, *, scratch
         return source
     if source.tokenizer is not None and _content(source.tokenizer, scratch) != _content(stored, scratch):
         raise ValueError(f"model.weights={config.model.weights}: they were trained with the tokenizer.json beside "
-                         f"them, and the text of dataset={config.dataset.name} gives another one; fix: the dataset they "
-                         "were trained on, or dataset=tokens with ids of that tokenizer")
+                         f"them, and the text of dataset={config.dataset.name} gives another one; fix: the dataset "
+                         "they were trained on, or dataset=tokens with ids of that tokenizer")
     return replace(source, tokenizer=stored)
 
 
