@@ -1,61 +1,159 @@
-"""What the Trainer calls a precision plugin: the engine's policy under Lightning's names, and its clipping."""
+"""What the Trainer calls a precision plugin: the engine's policy under Lightning's names, and its clipping.
+
+Masters are fp32 in every mode. The modes differ in what a module's code meets while it computes:
+
+    precision of the strategy   parameters and floating inputs in the compute type, nothing else
+    "bf16-true"                 the same, and new tensors are bf16 by default
+    "bf16-mixed"                parameters bf16, inputs as they come, autocast; modules with parameters of their own get
+                                their inputs cast, since autocast leaves norms alone and those refuse mixed types
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from strategies.lightning.module_gradients import ModuleGradients
 from strategies.precision import PrecisionPolicy
+from strategies.zero.hooks import ModuleHook
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from strategies.lightning.zero_strategy import ZeroStrategy
 
-# Lightning's precision strings -> ours. Masters are fp32 in every one of them, so "true" and "mixed" are the same here.
-NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16"}  # Lightning's precision strings -> ours
 
 
 def policy_for(plugin: Precision) -> PrecisionPolicy:
     """The policy of a plugin that the Trainer made from its `precision=`.
 
     Raises:
-        ValueError: the engine has no such precision.
+        ValueError: the engine has no such precision, or the plugin is not one of Lightning's.
     """
+    allowed = f"allowed are precision={', '.join(sorted(NAMES))}"
     if plugin.precision not in NAMES:
-        raise ValueError(f"Trainer(precision={plugin.precision!r}): ZeroStrategy has {', '.join(sorted(NAMES))}; "
-                         "fix: one of these (bf16 keeps fp32 masters and sums gradients in fp32)")
+        raise ValueError(f"Trainer(precision={plugin.precision!r}): ZeroStrategy does not have it; {allowed}; "
+                         "fix: bf16-mixed (it keeps fp32 masters and sums gradients in fp32)")
+    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+        raise ValueError(f"Trainer(plugins=[{type(plugin).__name__}]): ZeroStrategy brings its own precision plugin; "
+                         f"{allowed}; fix: leave the plugin out")
     return PrecisionPolicy.of(NAMES[plugin.precision])
 
 
 class ZeroPrecision(Precision):
-    """Casts inputs to the compute type; clips by the global norm of the sharded gradients."""
+    """The engine's precision under a Trainer.
 
-    def __init__(self, strategy: ZeroStrategy, policy: PrecisionPolicy) -> None:
+    Args:
+        mode: "32-true", "bf16-mixed" or "bf16-true" as the Trainer was told; None where the strategy was.
+    """
+
+    def __init__(self, strategy: ZeroStrategy, policy: PrecisionPolicy, *, mode: str | None) -> None:
         super().__init__()
         self.policy = policy
-        self.precision = "32-true" if policy.compute is None else "bf16-mixed"
+        self.mode = mode if policy.compute is not None else None
+        self.precision = "32-true" if policy.compute is None else self.mode or "bf16-true"
         self._strategy = strategy
 
     def convert_input(self, data: Any) -> Any:
-        """Floating tensors in the compute type."""
-        if self.policy.compute is None:
+        """Floating tensors in the compute type, but under "bf16-mixed": targets keep their digits there."""
+        if self.policy.compute is None or self.mode == "bf16-mixed":
             return data
-        dtype = self.policy.compute
-        return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)
+        return _cast(data, self.policy.compute)
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """What a step runs in."""
+        if self.mode == "bf16-mixed":
+            with torch.autocast(self._strategy.root_device.type, dtype=self.policy.compute):
+                yield
+        elif self.mode == "bf16-true":
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(self.policy.compute)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+        else:
+            yield
+
+    def prepare(self, module: nn.Module) -> list[Any]:
+        """Once per engine, before it is made: refuse what cannot run; returns handles of the hooks installed."""
+        compute = self.policy.compute
+        if compute is None:
+            return []
+        batch_norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+        if batch_norms:
+            raise ValueError(f"precision={self.precision!r}: BatchNorm {batch_norms} has {compute} weights and fp32 "
+                             "statistics, which torch refuses; fix: precision='32-true', or GroupNorm")
+        if self.mode != "bf16-mixed":
+            return []
+        owners = [child for child in module.modules() if child is not module and
+                  any(p.is_floating_point() for p in child.parameters(recurse=False))]
+        return [child.register_forward_pre_hook(_InputCast(compute), with_kwargs=True) for child in owners]
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        """Hooks that look at gradients, then clipping; a hook of the user's finds whole gradients on the parameters.
+
+        Collective over data_shard where such a hook exists.
+        """
+        with ModuleGradients.for_hooks_of(model, self._strategy) as gradients:
+            self._gradients = gradients
+            try:
+                super()._after_closure(model, optimizer)
+            finally:
+                self._gradients = None
+
+    _gradients: ModuleGradients | None = None
+
+    def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Between the hooks and the clipping: take back what the hooks made of the gradients."""
+        if self._gradients is not None and not self._gradients.for_clipping:
+            self._gradients.take_back()
+        super()._clip_gradients(model, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Collective over the data axes: the norm of all ranks' pieces, each element once."""
-        self._strategy.engine.clip_by_norm(float(clip_val), optimizer=_plain(optimizer))
+        self._settle()
+        self._strategy.engine.clip_by_norm(float(clip_val), optimizer=plain(optimizer))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Bound every element of the closed gradients."""
-        self._strategy.engine.clip_by_value(float(clip_val), optimizer=_plain(optimizer))
+        self._settle()
+        self._strategy.engine.clip_by_value(float(clip_val), optimizer=plain(optimizer))
+
+    def _settle(self) -> None:
+        """Gradients final and with the optimizer: manual optimization may clip before anything has closed them."""
+        self._strategy.engine.close_gradients()
+        if self._gradients is not None:
+            self._gradients.take_back()
 
 
-def _plain(optimizer: Any) -> Optimizer:
+class _InputCast(ModuleHook):
+    """A forward pre-hook: floating inputs in the type of the module's parameters."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(lambda *_: None)
+        self._dtype = dtype
+
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        return _cast(args, self._dtype), _cast(kwargs, self._dtype)
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)
+
+
+def plain(optimizer: Any) -> Optimizer:
     """The torch optimizer inside Lightning's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -3,48 +3,49 @@
     Trainer(strategy=ZeroStrategy(stage=3), accelerator="cpu", devices=2)      or      Trainer(strategy="zero3")
 
 Under automatic optimization Lightning runs `optimizer.step(closure)` with training_step and backward inside the
-closure, calls zero_grad between the two, and clips after the closure. So gradients collect in the ledger, which
-zero_grad does not touch, and are handed to the optimizer when the closure has returned (`optimizer_step`).
+closure, calls zero_grad between the two, and clips after the closure. So gradients collect in the ledger and are
+handed to the optimizer when the closure has returned (`optimizer_step`). The optimizer's zero_grad empties the ledger
+too, as code that skips an update expects.
 
 A module may drive a whole update itself: `strategy.drive(micro_batches, loss)` in its training_step runs forward and
-backward of each micro-batch, and the `backward` that Lightning calls afterwards finds the window done.
+backward of each micro-batch; the zero_grad and `backward` that Lightning calls afterwards find the window done.
 
 Sources: lightning 2.6.6 `ParallelStrategy`, `ModelParallelStrategy`. Private names used, for want of public ones:
-`_SubprocessScriptLauncher` (what every Lightning strategy launches with), `_layer_sync` (SyncBatchNorm conversion),
-`_init_optimizers_and_lr_schedulers` through the base class. tests/test_lightning.py runs through each.
+`_layer_sync` (SyncBatchNorm conversion), `_update_properties` (`LightningModule.device`), `_MockOptimizer` (a module
+without an optimizer), `_after_closure` and `_clip_gradients` (precision.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine import Engine
-from strategies.lightning.precision import ZeroPrecision, _plain, policy_for
-from strategies.mesh import Mesh, MeshShape
+from strategies.lightning.held import held_by, hold, let_go, raise_root
+from strategies.lightning.mesh_strategy import MeshStrategy
+from strategies.lightning.optimizer_calls import follow
+from strategies.lightning.precision import ZeroPrecision, plain, policy_for
+from strategies.lightning.refusals import refuse_callbacks, refuse_new_parameters
+from strategies.lightning.registry import WRONG_TREE, register
+from strategies.mesh import MeshShape
 from strategies.precision import PrecisionPolicy
-from strategies.zero.placement import StagePolicy
+from strategies.zero.placement import Placement, StagePolicy
 
 MicroBatch = TypeVar("MicroBatch")
 
 
-class ZeroStrategy(ParallelStrategy):
+class ZeroStrategy(MeshStrategy):
     """ZeRO 0-3 on any accelerator, for any LightningModule with one optimizer.
 
     Args:
@@ -61,7 +62,6 @@ class ZeroStrategy(ParallelStrategy):
     """
 
     strategy_name = "zero"
-    is_distributed = True  # read by the Trainer when it injects samplers; without it every rank sees all data
 
     def __init__(self, *, stage: int = 3, precision: str | PrecisionPolicy | None = None, mesh: MeshShape | None = None,
                  units: Sequence[str | nn.Module] | None = None, prefetch_units: int = 1,
@@ -72,20 +72,24 @@ class ZeroStrategy(ParallelStrategy):
                  precision_plugin: Precision | None = None) -> None:
         self._policy = PrecisionPolicy.of(precision) if isinstance(precision, str) else precision
         self._zero_precision: ZeroPrecision | None = None
-        super().__init__(accelerator=accelerator, parallel_devices=parallel_devices,
+        super().__init__(mesh=mesh, timeout_s=timeout_s, accelerator=accelerator, parallel_devices=parallel_devices,
                          cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
                          precision_plugin=precision_plugin)
         self.stage = StagePolicy.of(stage)
-        self.num_nodes = 1
-        self._shape = mesh
         self._units = units
         self._prefetch_units = prefetch_units
         self._average = average_gradients
-        self._timeout_s = timeout_s
-        self._mesh: Mesh | None = None
-        self._engine: Engine | None = None
-        self._driven = False
+        self._pieces: frozenset[int] = frozenset()  # ids of what the optimizer was set up with
+        self._failed = False
+        self._driven = False  # `drive` has run this window's backwards, and Lightning's has not been called yet
+        self.is_driven = False  # `drive` has run this window's backwards, and the update has not been applied yet
         self._at_boundary = False
+        self._stepping = False
+
+    def __repr__(self) -> str:
+        # A Trainer of the other tree prints this object when it refuses it.
+        return f"ZeroStrategy(stage={self.stage.stage})" + (
+            f" ({WRONG_TREE})" if "pytorch_lightning" in sys.modules else "")
 
     # -- what the Trainer sets and asks ---------------------------------------------------------------------------
 
@@ -93,7 +97,7 @@ class ZeroStrategy(ParallelStrategy):
     def precision_plugin(self) -> Precision:
         """Ours, whatever the Trainer chose: autocast and GradScaler know nothing of shards."""
         if self._zero_precision is None:
-            self._zero_precision = ZeroPrecision(self, self._policy or PrecisionPolicy.of("fp32"))
+            self._zero_precision = ZeroPrecision(self, self._policy or PrecisionPolicy.of("fp32"), mode=None)
         return self._zero_precision
 
     @precision_plugin.setter
@@ -104,73 +108,33 @@ class ZeroStrategy(ParallelStrategy):
         if self._policy is not None and plugin.precision != "32-true" and wanted.compute != self._policy.compute:
             raise ValueError(f"Trainer(precision={plugin.precision!r}) differs from "
                              f"ZeroStrategy(precision={self._policy.name!r}); fix: give one of them")
-        self._zero_precision = ZeroPrecision(self, self._policy or wanted)
+        # A Trainer that was told nothing says 32-true: then the strategy's own precision stands.
+        mode = None if self._policy is not None and plugin.precision == "32-true" else plugin.precision
+        self._zero_precision = ZeroPrecision(self, self._policy or wanted, mode=mode)
 
     @property
     def engine(self) -> Engine:
         """The engine that holds the LightningModule. Raises RuntimeError before setup."""
-        if self._engine is None:
+        held = held_by(self.lightning_module)
+        if held is None:
             raise RuntimeError("ZeroStrategy has no engine yet: it is made when the Trainer sets the model up")
-        return self._engine
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of this job. Raises RuntimeError before the processes are connected."""
-        if self._mesh is None:
-            raise RuntimeError("ZeroStrategy has no mesh yet: it is made when the Trainer connects the processes")
-        return self._mesh
-
-    def use_mesh(self, mesh: Mesh) -> None:
-        """Take a mesh made before the Trainer, instead of making one."""
-        self._mesh = mesh
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are cut over data ranks, not over the world."""
-        return {"num_replicas": self.mesh.data.size, "rank": self.mesh.data.index}
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer when processes are known, before they are connected."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        return held.engine
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Connect the processes and make the mesh. Collective over the world; a second call changes nothing."""
+        """Connect the processes and make the mesh. Collective over the world; a second call changes nothing.
+
+        Raises:
+            ValueError: a callback of the Trainer cannot work on a sharded module.
+        """
+        precision = self.precision_plugin
+        if self.lightning_module is not None:
+            refuse_callbacks(
+                self.lightning_module.trainer.callbacks,
+                rests_sharded=self.stage.parameters is Placement.SHARDED and self.world_size > 1,
+                masters_apart=isinstance(precision, ZeroPrecision) and precision.policy.compute is not None)
         super().setup_environment()
-        if self._mesh is not None:
-            return
-        self.set_world_ranks()
-        reset_seed()
-        if not dist.is_initialized() and self.world_size > 1:
-            assert self.cluster_environment is not None
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=self.global_rank, world_size=self.world_size,
-                                    timeout=timedelta(seconds=self._timeout_s))
-        self._mesh = Mesh(self._shape, device=self.root_device, timeout_s=self._timeout_s)
 
     def model_to_device(self) -> None:
         """Nothing: the engine places parameters and buffers."""
@@ -178,28 +142,73 @@ class ZeroStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the model (once), then make its optimizer (each fit). Collective over the world."""
         assert self.accelerator is not None
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         self.accelerator.setup(trainer)
-        if self._engine is None or self._engine.module is not self.lightning_module:
-            if self._layer_sync is not None:
-                self.model = self._layer_sync.apply(self.lightning_module)
-            assert isinstance(self.precision_plugin, ZeroPrecision)
-            self._engine = Engine(
-                self.lightning_module, zero=self.stage, precision=self.precision_plugin.policy, mesh=self.mesh,
-                units=self._units, prefetch_units=self._prefetch_units, average_gradients=self._average)
+        self._failed = self._driven = self.is_driven = False
+        self._hold(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    def _hold(self, module: pl.LightningModule) -> None:
+        precision = self.precision_plugin
+        assert isinstance(precision, ZeroPrecision)
+        settings = (self.stage, precision.policy, precision.mode, self.mesh.shape, self.mesh.device, self._average,
+                    self._prefetch_units, None if self._units is None else tuple(self._units))
+        handles: list[Any] = []
+
+        def make() -> Engine:
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.apply(module)
+            handles.extend(precision.prepare(module))
+            return Engine(module, zero=self.stage, precision=precision.policy, mesh=self.mesh, units=self._units,
+                          prefetch_units=self._prefetch_units, average_gradients=self._average)
+
+        held, new = hold(module, settings=settings, make=make)
+        if not new:
+            self._mesh = held.engine.mesh  # another Trainer may have made it
+            return
+        held.handles += handles
+        _update_properties(module, device=self.root_device,
+                           dtype=precision.policy.compute if precision.mode == "bf16-true" else None)
+        for child in module.modules():  # metrics keep tensors that are neither parameters nor buffers
+            if type(child)._apply is not nn.Module._apply and not any(True for _ in child.parameters()):
+                child.to(self.root_device)
+
+    def unshard(self) -> None:
+        """Make the module plain torch again, every parameter whole and in its own type. Collective.
+
+        A later fit shards it again.
+        """
+        assert self.lightning_module is not None
+        let_go(self.lightning_module)
+
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Ask the module for its optimizer and point it at this rank's pieces."""
+        """Ask the module for its optimizer and point it at this rank's pieces.
+
+        Raises:
+            ValueError: there are several, it is not element-wise, or it holds parameters that are not the module's.
+        """
         self.engine.remove_optimizers()
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
             raise ValueError(f"configure_optimizers returned {len(self.optimizers)} optimizers: ZeroStrategy takes "
                              "one; fix: one optimizer with several parameter groups")
+        pieces: set[int] = set()
         for optimizer in self.optimizers:
+            if isinstance(optimizer, _MockOptimizer):
+                continue
             self.engine.add_optimizer(optimizer)
+            follow(optimizer, self)
+            pieces.update(id(piece) for group in optimizer.param_groups for piece in group["params"])
+        self._pieces = frozenset(pieces)
+
+    @MeshStrategy.optimizers.setter  # type: ignore[attr-defined]
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        MeshStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        for wrapper in self._lightning_optimizers:  # it takes zero_grad from the optimizer's class, past `follow`
+            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -213,13 +222,19 @@ class ZeroStrategy(ParallelStrategy):
         Returns:
             The sum of the losses, detached (fp32 scalar).
         """
+        assert self.lightning_module is not None
+        windows = self.lightning_module.trainer.accumulate_grad_batches
+        if windows != 1:
+            raise ValueError(f"accumulate_grad_batches={windows}: a module that drives whole updates accumulates "
+                             "itself; fix: accumulate_grad_batches=1")
         batches = list(micro_batches)
-        total = torch.zeros((), device=self.root_device)
+        total = torch.zeros((), dtype=torch.float32, device=self.root_device)
         for place, batch in enumerate(batches):
+            raise_root(self.engine)
             value = loss(batch)
             self.engine.backward(value, last=place == len(batches) - 1)
             total += value.detach().float()
-        self._driven = True
+        self._driven = self.is_driven = True
         return total
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -229,6 +244,11 @@ class ZeroStrategy(ParallelStrategy):
             return closure_loss
         with self.engine.backward_scope(last=self._at_boundary):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def zero_grad(self) -> None:
+        """Drop this window's gradients, but not those that `drive` has just brought. Called by the optimizer's."""
+        if not self._driven:
+            self.engine.zero_grad()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None,
                        **kwargs: Any) -> Any:
@@ -240,12 +260,36 @@ class ZeroStrategy(ParallelStrategy):
                 result = closure()
             finally:
                 self._at_boundary = False
-            self.engine.close_gradients()
+            self.before_step(plain(optimizer))
             return result
 
-        result = super().optimizer_step(optimizer, closure_then_close, model, **kwargs)
-        self.engine.publish()
+        self._stepping = True
+        try:
+            result = super().optimizer_step(optimizer, closure_then_close, model, **kwargs)
+        finally:
+            self._stepping = False
+        self.after_step()
         return result
+
+    @property
+    def is_stepping(self) -> bool:
+        """Inside `optimizer_step`."""
+        return self._stepping
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Make gradients final for `optimizer`. Collective.
+
+        Raises:
+            RuntimeError: parameters joined the optimizer since the fit was set up.
+        """
+        if not isinstance(optimizer, _MockOptimizer):
+            refuse_new_parameters(optimizer, self._pieces)
+        self.engine.close_gradients()
+
+    def after_step(self) -> None:
+        """New values where parameters rest; the next window. Collective."""
+        self.engine.publish()
+        self._driven = self.is_driven = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.forward_scope():
@@ -263,26 +307,28 @@ class ZeroStrategy(ParallelStrategy):
         with self.engine.forward_scope():
             return super().predict_step(*args, **kwargs)
 
-    # -- talk between ranks ---------------------------------------------------------------------------------------
+    # -- evaluation: replicas of buffers (BatchNorm statistics) follow the first rank's, as the saved file does ------
 
-    def barrier(self, name: str | None = None) -> None:
-        if self._mesh is not None:
-            self.mesh.world.barrier(what=name or "barrier")
+    def on_validation_start(self) -> None:
+        self._share_buffers()
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.mesh.world.broadcast_object(obj, what="broadcast", source=src) if self._mesh is not None else obj
+    def on_test_start(self) -> None:
+        self._share_buffers()
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the data ranks: "mean" (or "avg"), "sum" or "max"."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        name = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
-        if name not in ("mean", "avg", "sum", "max") and reduce_op is not None:
-            raise ValueError(f"reduce_op={reduce_op!r}: allowed are mean, sum and max")
-        if name == "max":
-            return self.mesh.data.maximum(tensor, what="reduce")
-        total = self.mesh.data.sum(tensor, what="reduce")
-        return total / self.mesh.data.size if name in ("mean", "avg", "none") else total
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    def on_train_end(self) -> None:
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Collective over the data axes."""
+        assert self.lightning_module is not None
+        for name, buffer in self.lightning_module.named_buffers():
+            dense = buffer.contiguous()
+            self.mesh.data.broadcast(dense, what=f"buffer '{name}'")
+            if dense is not buffer:
+                buffer.copy_(dense)
 
     # -- checkpoints: plain Lightning files, written by rank 0 ----------------------------------------------------
 
@@ -292,23 +338,44 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take full parameters and buffers, the same on every rank."""
-        self.engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+        assert self.lightning_module is not None
+        held = held_by(self.lightning_module)
+        if held is None:  # a first fit: Lightning loads before `setup` shards
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        else:
+            held.engine.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full optimizer state in torch's own form, so that any stage, and plain torch, can load it. Collective."""
-        return self.engine.optimizer_state_dict(_plain(optimizer))
+        if isinstance(plain(optimizer), _MockOptimizer):
+            return {}
+        return self.engine.optimizer_state_dict(plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's pieces of full optimizer states."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_optimizer_state_dict(state, optimizer)
+        """Take this rank's pieces of full optimizer states.
+
+        Raises:
+            ValueError: the checkpoint has another number of optimizers, or their groups differ.
+        """
+        states, optimizers = checkpoint["optimizer_states"], self.optimizers
+        if len(states) != len(optimizers):
+            raise ValueError(f"checkpoint has {len(states)} optimizer states, configure_optimizers returned "
+                             f"{len(optimizers)}; fix: resume with the optimizers it was saved with")
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if not isinstance(optimizer, _MockOptimizer):
+                self.engine.load_optimizer_state_dict(state, optimizer)
 
     # -- end ------------------------------------------------------------------------------------------------------
 
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
     def teardown(self) -> None:
         """Parameters stay sharded: a later fit, validate or test goes on with the same engine."""
-        if self._engine is not None:
-            self._engine.rest()
+        held = held_by(self.lightning_module)
+        # After a failure a gather may be waiting for a peer that is gone: waiting too would hide the error.
+        if held is not None and not self._failed:
+            held.engine.rest()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -316,12 +383,4 @@ class ZeroStrategy(ParallelStrategy):
             self.accelerator.teardown()
 
 
-def register() -> None:
-    """Make `Trainer(strategy="zero0")` ... `"zero3"` known to `lightning.pytorch`. Idempotent."""
-    for stage in range(4):
-        with contextlib.suppress(KeyError):
-            StrategyRegistry.remove(f"zero{stage}")
-        StrategyRegistry.register(f"zero{stage}", ZeroStrategy, description=f"ZeRO stage {stage}", stage=stage)
-
-
-register()
+register(ZeroStrategy)

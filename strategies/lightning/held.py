@@ -1,0 +1,138 @@
+"""Which engine holds a LightningModule. The module owns it, so a second Trainer, or a second fit, finds it there."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from strategies.engine import Engine
+from strategies.zero.hooks import ModuleHook
+
+_ATTRIBUTE = "_zero_held"
+
+
+@dataclass(eq=False)
+class Held:
+    """An engine, what it was made with, and the hooks this package put on the module."""
+
+    engine: Engine
+    settings: Any
+    handles: list[Any] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module is plain torch: no engine holds it."""
+        return
+
+    def fits(self, module: nn.Module, settings: Any) -> bool:
+        """Whether the engine still describes `module`: same parameters under the same names, same ones frozen."""
+        held = {name: record for record in self.engine.records for name in (record.name, *record.aliases)}
+        now = dict(module.named_parameters(remove_duplicate=False))
+        return self.settings == settings and held.keys() == now.keys() and all(
+            held[name].parameter is parameter and held[name].trainable == parameter.requires_grad
+            for name, parameter in now.items())
+
+
+def held_by(module: nn.Module | None) -> Held | None:
+    """What holds `module`, if anything does."""
+    return vars(module).get(_ATTRIBUTE) if module is not None else None
+
+
+def hold(module: nn.Module, *, settings: Any, make: Callable[[], Engine]) -> tuple[Held, bool]:
+    """The engine of `module`, made anew if there is none or it no longer fits, and whether it was. Collective then."""
+    held = held_by(module)
+    if held is not None and held.fits(module, settings):
+        return held, False
+    del held  # the old engine must be gone before the new one takes its parameters
+    let_go(module)
+    held = Held(make(), settings)
+    held.handles += _open_root_from_outside(held.engine)
+    setattr(module, _ATTRIBUTE, held)
+    module.zero_grad = _ZeroGrad(module, held.engine)  # type: ignore[method-assign]
+    return held, True
+
+
+def let_go(module: nn.Module) -> None:
+    """Make `module` plain torch again, every parameter whole and in the type it came in; nothing if it is not held.
+
+    Collective.
+    """
+    held = held_by(module)
+    if held is None:
+        return
+    engine = held.engine
+    cast = [record for record in engine.records if record.group.compute_dtype != record.dtype]
+    masters = engine.state_dict() if cast else {}  # more digits than the parameters that computed
+    delattr(module, _ATTRIBUTE)
+    del module.zero_grad
+    for handle in held.handles:
+        handle.remove()
+    engine.close()
+    for record in cast:
+        record.parameter.data = masters[record.name].to(record.parameter.device)
+
+
+def raise_root(engine: Engine) -> None:
+    """Gather the root, which a backward or an update inside a step has released. Collective under stage 3."""
+    for unit in engine.units:
+        if unit.is_root:
+            unit.wait_ready()
+
+
+def _open_root_from_outside(engine: Engine) -> list[Any]:
+    """Let hooks such as `on_validation_epoch_end`, and a step that runs on after a backward, call parts of the module
+    that no unit covers. Inside a forward the root is up anyway and this changes nothing.
+    """
+    owned = {id(record.parameter) for unit in engine.units if unit.is_root and unit.frees_parameters
+             for group in unit.groups for record in group.records}
+    handles: list[Any] = []
+    for module in engine.module.modules():
+        child = any(module is one for one in engine.module.children())
+        if module is engine.module or not any(id(p) in owned for p in module.parameters(recurse=child)):
+            continue
+        scope = _Scope(engine)
+        handles.append(module.register_forward_pre_hook(ModuleHook(scope.open)))
+        handles.append(module.register_forward_hook(ModuleHook(scope.close), always_call=True))
+    return handles
+
+
+class _ZeroGrad:
+    """`module.zero_grad` of a held module: it empties the ledger too. Lightning calls it before validation in a fit."""
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self._module, self._engine = weakref.ref(module), weakref.ref(engine)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        module, engine = self._module(), self._engine()
+        if module is not None:
+            type(module).zero_grad(module, set_to_none)
+        if engine is not None:
+            engine.zero_grad()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        module = self._module()
+        copied = memo[id(module)]  # the copy is known before its attributes are filled in
+        return MethodType(type(copied).zero_grad, copied)
+
+
+class _Scope:
+    """The engine's forward scope around the calls of one module. Holds no reference that keeps the engine alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
+        self._open: list[contextlib.AbstractContextManager[None]] = []
+
+    def open(self, *_args: Any) -> None:
+        scope = self._engine.forward_scope()
+        scope.__enter__()
+        raise_root(self._engine)
+        self._open.append(scope)
+
+    def close(self, *_args: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)

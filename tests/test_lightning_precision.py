@@ -1,0 +1,75 @@
+"""Lightning's precision strings under ZeroStrategy: same bits at every stage, near Lightning's own, else refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+
+from strategies.lightning.zero_strategy import ZeroStrategy
+from support.lightning_modules import Plain
+from support.lightning_runs import fit_alone, launched, loader, make_module, trainer
+from support.ranks import run_ranks
+
+
+class Positions(Plain):
+    """Mixes types as autocast allows: fp32 inputs into a norm, an fp32 mask, a sum with fp32 constants."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.LayerNorm(6)
+        self.attend = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.both = nn.Bilinear(6, 6, 6)
+
+    def loss(self, batch):
+        x, y = batch
+        x = self.first(x)[:, None] + torch.arange(18).view(3, 6) / 18
+        x = self.attend(x, src_mask=torch.full((3, 3), float("-inf")).triu(1)).mean(1)
+        assert y.dtype is torch.float32, "targets keep their digits"
+        return nn.functional.mse_loss(self.both(x, torch.ones_like(y)).float(), y)
+
+
+def bf16(rank, stage, precision):
+    with launched(rank, 2):
+        torch.manual_seed(0)
+        module = Positions() if precision == "bf16-mixed" else Plain()
+        strategy = ZeroStrategy(stage=stage, precision="bf16" if precision is None else None)
+        one = trainer(strategy, 2, max_epochs=1, **({"precision": precision} if precision else {}))
+        one.fit(module, loader(2, rank), loader(2, rank))
+        assert one.strategy.engine.precision.compute is torch.bfloat16
+        return module.seen, one.strategy.engine.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", None])
+def test_bf16_is_the_same_at_every_stage_and_near_lightnings(precision):
+    by_stage = [run_ranks(2, bf16, stage, precision) for stage in (0, 3)]
+    for name, value in by_stage[0][0][1].items():
+        assert value.dtype is torch.float32
+        assert torch.equal(value, by_stage[1][1][1][name])
+    torch.manual_seed(0)
+    plain = Positions() if precision == "bf16-mixed" else Plain()
+    fit_alone(plain, "auto", precision="bf16-mixed", max_epochs=1)
+    mean = torch.tensor([seen for seen, _ in by_stage[0]]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(plain.seen), atol=0.02, rtol=0)
+
+
+def test_a_bf16_batch_norm_is_refused():
+    with pytest.raises(ValueError, match=r"BatchNorm \['net\.1'\].*fix: precision='32-true'"):
+        fit_alone(make_module("BatchNormed"), precision="bf16-mixed")
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler")
+def test_precisions_that_contradict_or_do_not_exist():
+    with pytest.raises(ValueError, match=r"precision='bf16-mixed'\) differs from ZeroStrategy\(precision='fp32'\)"):
+        trainer(ZeroStrategy(precision="fp32"), precision="bf16-mixed")
+    with pytest.raises(ValueError, match=r"precision='16-mixed'.*ZeroStrategy does not have it"):
+        # On a CPU the Trainer makes bf16-mixed of it before it asks the strategy.
+        ZeroStrategy(precision_plugin=MixedPrecision("16-mixed", "cuda"))
+    with pytest.raises(ValueError, match=r"plugins=\[Own\].*fix: leave the plugin out"):
+        trainer("zero2", plugins=[type("Own", (Precision,), {})()])
+    with pytest.raises(ValueError, match="fp64"):
+        ZeroStrategy(precision="fp64")
+    with pytest.raises(ValueError, match="zero stage 4"):
+        ZeroStrategy(stage=4)
