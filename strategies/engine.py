@@ -13,6 +13,7 @@ An update runs: backward* -> close (gradients final) -> clip -> optimizer -> pub
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ from strategies.zero.ledger import GradientLedger, LedgerState
 from strategies.zero.optimizer_state import full_state, load_full_state
 from strategies.zero.placement import RestingBytes, StagePolicy
 from strategies.zero.record import ParameterRecord, make_records
-from strategies.zero.resting import record_of, remember
-from strategies.zero.sharded_optimizer import shard_optimizer
+from strategies.zero.resting import forget, record_of, remember
+from strategies.zero.sharded_optimizer import check_optimizer, shard_optimizer
 from strategies.zero.unit import Unit
 
 OptimizerArgument = Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
@@ -40,7 +41,8 @@ class Engine:
     """Holds `model` sharded and trains it. Constructing is collective over the world.
 
     The model is changed in place: its parameters become views of flat buffers, and under stage 3 they rest as
-    placeholders outside their unit's turn. All ranks start from the first rank's parameters and buffers.
+    placeholders outside their unit's turn. All ranks start from the first rank's parameters and buffers, without
+    gradients (those that the parameters have are dropped).
 
     Args:
         model: on any device but meta; moved to the mesh's device.
@@ -91,18 +93,22 @@ class Engine:
             [parameter for parameter in model.parameters() if parameter.requires_grad])
 
         self.records = make_records(model)
+        if built is not None:  # before the model is changed
+            check_optimizer(built, self.records)
         self._frozen = [record for record in self.records if not record.trainable]
         self._number = mesh.next_engine()
         self.units, self._root = self._make_units(model, units)
         for record in self.records:
             remember(record.parameter, record)
+            record.parameter.grad = None  # autograd would add to it
+        self._closed = False
         self._place_buffers()
         self.ledger = GradientLedger(
             self.units, self.records, control=mesh.control, replicate=mesh.data_replicate,
             scale=1.0 / mesh.data.size if average_gradients else 1.0, device=mesh.device)
         self._hooks = UnitHooks(model, self.units, self.records, root=self._root, ledger=self.ledger,
                                 prefetch_units=prefetch_units)
-        self._stepped: dict[int, list[list[ParameterRecord]]] = {}  # optimizer's place -> records of its groups
+        self._stepped: list[list[list[ParameterRecord]]] = []  # of each optimizer: the records of its groups
         self.gradient_bytes_at_step = 0
         if built is not None:
             self.add_optimizer(built)
@@ -142,17 +148,17 @@ class Engine:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take over an optimizer built on the model's parameters (trainable ones may be in one optimizer only)."""
-        groups = shard_optimizer(optimizer, self.records)
-        taken = {record for earlier in self._stepped.values() for group in earlier for record in group}
-        twice = [record.name for group in groups for record in group if record in taken]
+        taken = {id(record.parameter): record.name for earlier in self._stepped for group in earlier
+                 for record in group if record.trainable}
+        twice = [taken[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in taken]
         if twice:
             raise ValueError(f"optimizer: parameters {twice} are in an earlier optimizer too; fix: one optimizer each")
-        self._stepped[len(self.optimizers)] = groups
+        self._stepped.append(shard_optimizer(optimizer, self.records))
         self.optimizers.append(optimizer)
 
     def remove_optimizers(self) -> None:
         """Forget the optimizers and this window's gradients (a new fit brings new ones)."""
-        self.optimizers, self._stepped = [], {}
+        self.optimizers, self._stepped = [], []
         self.ledger.reset()
 
     def rest(self) -> None:
@@ -168,26 +174,25 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the model. Collective over data_shard under stage 3. Floating inputs get the compute type."""
-        return self.module(*self._cast(args), **self._cast(kwargs))
+        with self._hooks.forward_scope():
+            return self.module(*self._cast(args), **self._cast(kwargs))
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             dtype = self.precision.compute if value.is_floating_point() and self.precision.compute else value.dtype
             return value.to(self.mesh.device, dtype)
         if isinstance(value, dict):
-            return {key: self._cast(item) for key, item in value.items()}
+            cast = copy.copy(value)  # keeps the type: Hugging Face passes its outputs on as inputs
+            for key, item in value.items():
+                cast[key] = self._cast(item)
+            return cast
         if type(value) in (tuple, list):
             return type(value)(self._cast(item) for item in value)
         return value
 
-    @contextlib.contextmanager
-    def forward_scope(self) -> Iterator[None]:
+    def forward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Code inside may use root parameters and call sub-modules, as inside the model's own forward."""
-        self._hooks.enter_root()
-        try:
-            yield
-        finally:
-            self._hooks.leave_root()
+        return self._hooks.forward_scope()
 
     def backward(self, loss: Tensor, *, last: bool = False, **options: Any) -> None:
         """Add the gradients of `loss` to this window's. Collective over the data axes.
@@ -204,19 +209,29 @@ class Engine:
         """Around any code that runs autograd on this model. Collective over the data axes at the end.
 
         Raises:
-            RuntimeError: a parameter that was frozen when the engine took it is trainable now.
+            RuntimeError: a parameter that was frozen when the engine took it is trainable now; a saved parameter is at
+                rest or updated ("modified by an inplace operation": the note says what to do).
         """
+        self._require_ready()
+        self._hooks.begin_backward()
+        try:
+            with self.ledger.backward(last=last):
+                yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                error.add_note(_SAVED_PARAMETER)
+            raise
+        finally:
+            self._hooks.end_backward()
+
+    def _require_ready(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed: the model is plain torch again; fix: a new Engine")
         for record in self._frozen:
             if record.parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter '{record.name}' was frozen when the engine took the model and is trainable now: it has "
                     "no gradient buffer and no optimizer state; fix: engine.close() and a new Engine after unfreezing")
-        self._hooks.begin_backward()
-        try:
-            with self.ledger.backward(last=last):
-                yield
-        finally:
-            self._hooks.end_backward()
 
     def step(self) -> float | None:
         """Apply one update and start the next window. Collective over the data axes.
@@ -241,6 +256,7 @@ class Engine:
 
     def close_gradients(self) -> None:
         """Make this window's gradients final and give them to the optimizers. Idempotent; collective."""
+        self._require_ready()
         if self.ledger.state is LedgerState.OPEN:
             self._hooks.release_all()
             self.ledger.close()
@@ -301,36 +317,30 @@ class Engine:
         """Parameters and persistent buffers, full, on the CPU, under the plain model's names. Collective.
 
         Trained parameters come from the masters, in the type the model came in. Tied names share one tensor. With
-        `only_rank` the other ranks hold one parameter at a time and get an empty dict.
+        `only_rank` the other ranks hold one unit at a time and get an empty dict.
         """
         wanted = only_rank is None or self.mesh.rank == only_rank
         by_name = {}
-        for record in self.records:
-            value = self._full_value(record)
-            if not wanted:
-                continue
-            value = value.cpu()
-            by_name.update(dict.fromkeys((record.name, *record.aliases), value))
+        for unit in self.units:
+            for record, value in self._full_values(unit):
+                if wanted:
+                    by_name.update(dict.fromkeys((record.name, *record.aliases), value.cpu()))
         # keep_vars hands out the objects themselves, so placeholders are named without being read.
         return {} if not wanted else {
-            name: by_name[name] if name in by_name else entry.detach().to("cpu", copy=True)
+            name: by_name[name] if name in by_name
+            else entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry  # a module's extra state
             for name, entry in self.module.state_dict(keep_vars=True).items()
         }
 
-    def _full_value(self, record: ParameterRecord) -> Tensor:
-        group = record.group
-        if group.master is not None and group.master_dtype != group.compute_dtype:
-            flat = torch.zeros(group.layout.padded_numel, dtype=group.master_dtype, device=self.mesh.device)
-            if group.shards_optimizer:
-                group.axis.slice_of(flat).copy_(group.master)
-                group.axis.all_gather(flat, tag=record.unit.tag("gather")).wait()
-            else:
-                flat.copy_(group.master)
-            value = flat[group.layout.span(record.position)].view(record.shape)
-        else:
-            with record.unit.pinned():
-                return group.views[record.position].detach().to(record.dtype, copy=True)
-        return value.to(record.dtype, copy=True)
+    def _full_values(self, unit: Unit) -> Iterator[tuple[ParameterRecord, Tensor]]:
+        """A copy of each of the unit's parameters, whole, in the type the model came in. Collective."""
+        for group in unit.groups:
+            wide = group.master is not None and group.master_dtype != group.compute_dtype
+            with contextlib.nullcontext() if wide else unit.pinned():
+                flat = group.whole_master(tag=unit.tag("gather")) if wide else group.full
+                for position, record in enumerate(group.records):
+                    value = flat[group.layout.span(position)].detach().view(record.shape)
+                    yield record, value.to(record.dtype, copy=True)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters (masters in full precision) and buffers from a full state dict, the same on every rank.
@@ -355,7 +365,7 @@ class Engine:
         for name, value in state.items():
             if name in records:
                 records[name].group.load(records[name].position, value.to(self.mesh.device))
-                records[name].unit.version += 1
+                records[name].unit.changed()
             elif name in buffers:
                 buffers[name].copy_(value)
 
@@ -375,7 +385,7 @@ class Engine:
         load_full_state(chosen, self._groups_of(chosen), state)
 
     def _groups_of(self, optimizer: Optimizer) -> list[list[ParameterRecord]]:
-        return self._stepped[next(place for place, each in enumerate(self.optimizers) if each is optimizer)]
+        return next(groups for each, groups in zip(self.optimizers, self._stepped, strict=True) if each is optimizer)
 
     # -- accounting -----------------------------------------------------------------------------------------------
 
@@ -404,10 +414,30 @@ class Engine:
         return total
 
     def close(self) -> None:
-        """Give the model back as plain torch: hooks gone, every parameter whole. Collective under stage 3."""
+        """Give the model back as plain torch: hooks gone, every parameter whole and in its own type. Collective.
+
+        Another engine may take the model then. This one can still be read (`state_dict`), not trained.
+        """
+        if self._closed:
+            return
+        self._closed = True
         for unit in self.units:
+            cast = any(group.compute_dtype != group.source_dtype for group in unit.groups)
+            values = list(self._full_values(unit)) if cast else []  # masters have more digits than what computed
             unit.keep()
+            for record, value in values:
+                if value.dtype != record.group.compute_dtype:
+                    record.parameter.data = value
+        for record in self.records:
+            forget(record.parameter)
         self._hooks.remove()
+
+
+_SAVED_PARAMETER = (
+    "If it is a parameter: either engine.step() (or an edit) came between this loss's forward and its backward - then "
+    "compute the loss again; or its unit rests sharded because no tensor among the unit's outputs led backward to it "
+    "(outputs in an object of one's own, a view changed in place) - then return plain tensors, or name a unit around "
+    "all users of the parameter (units=[...])")
 
 
 def _live_bytes(storages: Iterable[torch.UntypedStorage]) -> int:

@@ -1,7 +1,8 @@
 """Which modules are units: what is gathered, used and freed together.
 
 In this order: what the caller names; what a model declares (`zero_units()`, or Hugging Face's `_no_split_modules`);
-children of ModuleList and Sequential of which there are at least two; direct children that are large. What no unit
+children of ModuleList and Sequential of which there are at least two (through lists and dicts of modules inside them);
+direct children that are large. What no unit
 holds belongs to the root. A parameter reached from several units (tied weights) belongs to the root, which is up
 whenever any of them is.
 """
@@ -22,7 +23,7 @@ def find_units(model: nn.Module, named: Sequence[str | nn.Module] | None = None)
     """Qualified name and module of each unit but the root, in module order.
 
     Raises:
-        ValueError: a named unit is not a module of the model, or has no parameters.
+        ValueError: a named unit is not a module of the model, has no parameters, or is a list of modules.
     """
     names = {module: name for name, module in model.named_modules()}
     if named is not None:
@@ -66,6 +67,9 @@ def _resolve(entry: str | nn.Module, model: nn.Module, names: dict[nn.Module, st
                          "model.named_modules(), or the modules themselves")
     if not any(True for _ in module.parameters()):
         raise ValueError(f"units: module '{names[module]}' has no parameters; fix: leave it out")
+    if isinstance(module, _CONTAINERS):
+        raise ValueError(f"units: '{names[module]}' is a {type(module).__name__}, which is never called and so never "
+                         "gathered; fix: name the modules inside it")
     return names[module], module
 
 
@@ -87,16 +91,22 @@ def _repeated(model: nn.Module) -> Iterable[nn.Module]:
     def walk(module: nn.Module) -> None:
         children = list(module.children())
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1:
-            found.extend(child for child in children if not isinstance(child, _CONTAINERS))
-            for child in children:
-                if isinstance(child, _CONTAINERS):
-                    walk(child)
+            found.extend(_called(children))
             return
         for child in children:
             walk(child)
 
     walk(model)
     return found
+
+
+def _called(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """The modules themselves, and in place of a container, which nobody calls, what it holds."""
+    for module in modules:
+        if isinstance(module, _CONTAINERS):
+            yield from _called(module.children())
+        else:
+            yield module
 
 
 def _large_children(model: nn.Module) -> Iterable[nn.Module]:

@@ -120,6 +120,11 @@ class FlatGroup:
             placeholder.rest()
         self.full.untyped_storage().resize_(0)
 
+    def changed(self) -> None:
+        """The values are other ones now."""
+        for placeholder in self._placeholders:
+            placeholder.changed()
+
     def publish(self, *, tag: Tag) -> Pending:
         """After the optimizer: masters -> parameters as they rest. Collective over the axis where those differ."""
         if self.master is None:
@@ -130,6 +135,16 @@ class FlatGroup:
         if self.shards_optimizer and not self.frees_parameters:
             return self.axis.all_gather(self.full, tag=tag)
         return Pending()
+
+    def whole_master(self, *, tag: Tag) -> Tensor:
+        """A copy of all masters [padded], in the master type. Collective over the axis where they are sharded."""
+        assert self.master is not None
+        if not self.shards_optimizer:
+            return self.master.clone()
+        flat = torch.empty(self.layout.padded_numel, dtype=self.master_dtype, device=self.device)
+        self.axis.slice_of(flat).copy_(self.master)
+        self.axis.all_gather(flat, tag=tag).wait()
+        return flat
 
     def absorb_edit(self, before: Tensor) -> None:
         """Write an edit of `full` back to where parameters rest, and to the masters of the elements that changed.

@@ -53,7 +53,7 @@ def _write_back(unit: Unit, copies: list[Tensor]) -> None:
         with torch.no_grad():
             unit.data.broadcast(group.full, what=f"edit of unit '{unit.name}'")
             group.absorb_edit(copy)
-    unit.version += 1
+    unit.changed()
 
 
 def _as_parameters(given: Any) -> list[nn.Parameter]:

@@ -8,14 +8,19 @@
 A unit whose inputs need no gradient has no "gradient of an input" and is released at the end. Hooks sit on the unit's
 module and on the tensors that cross its border; parameters outside any unit belong to the root, which is gathered for
 the whole forward and backward. Recomputation (activation checkpointing) runs a unit's forward inside backward: then the
-post-hook releases nothing.
+post-hook releases nothing. A backward that makes a graph itself (create_graph) releases nothing either: that graph's
+own backward has no border with hooks.
+
+The gather hook comes before, and the release hook after, the hooks that are on the module already (weight_norm computes
+the weight in one).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,27 +56,34 @@ class UnitHooks:
         self._depth = 0
         self._leaf_handles: list[Any] = []
         self._handles: list[Any] = []
-        # Weak: hooks live in the user's modules and parameters, which may outlive the engine.
-        this = weakref.proxy(self)
         for record in records:
             if record.trainable:
                 self._handles.append(record.parameter.register_post_accumulate_grad_hook(_grad_hook(ledger, record)))
         for unit in self._units:
-            pre, post = _module_hooks(this, unit)
-            self._handles.append(unit.module.register_forward_pre_hook(pre, with_kwargs=True))
+            pre, post = _unit_hooks(self, unit)
+            self._handles.append(unit.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
             self._handles.append(unit.module.register_forward_hook(post, with_kwargs=True))
-        self._handles.append(model.register_forward_pre_hook(ModuleHook(lambda _m, _a: this.enter_root())))
-        self._handles.append(model.register_forward_hook(ModuleHook(lambda _m, _a, _o: this.leave_root()),
-                                                         always_call=True))
+        pre, post = _root_hooks(self)
+        self._handles.append(model.register_forward_pre_hook(pre, prepend=True))
+        self._handles.append(model.register_forward_hook(post, always_call=True))
 
     # -- forward --------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """Code inside may use root parameters. Ends properly on a KeyboardInterrupt too, which torch's hooks do not."""
+        depth = self._depth
+        self.enter_root()
+        try:
+            yield
+        finally:
+            self._depth = depth + 1
+            self.leave_root()
+
     def enter_root(self) -> None:
-        """A forward of the whole model starts (re-entrant: only the outermost counts)."""
+        """A forward of the whole model starts. Re-entrant; an update inside an open scope may have freed the root."""
         self._depth += 1
-        if self._depth > 1:
-            return
-        if not self._in_backward:
+        if self._depth == 1 and not self._in_backward:
             self._order.begin_pass()
         if self._root is not None:
             self._root.wait_ready()
@@ -95,25 +107,43 @@ class UnitHooks:
     def _release_after_inputs(self, unit: Unit, inputs: Any) -> None:
         """Release `unit` in backward when the gradients of all tensors that entered it are known."""
         graded = {id(tensor): tensor for tensor in _tensors(inputs) if tensor.requires_grad}
-        waiting = set(graded)
-        this, unit_ref = weakref.ref(self), weakref.ref(unit)
-
-        def arrived(key: int) -> Callable[[Tensor], None]:
-            def hook(_grad: Tensor) -> None:
-                waiting.discard(key)
-                hooks, unit = this(), unit_ref()
-                if not waiting and hooks is not None and unit is not None:
-                    hooks._leave_backward(unit)
-
-            return hook
-
+        border = _InputBorder(self, unit, graded)
         for key, tensor in graded.items():
-            handle = tensor.register_hook(arrived(key))
-            if tensor.is_leaf:  # outlives this pass: its hooks must not pile up
-                self._leaf_handles.append(handle)
+            self._watch(tensor, border.hook(key, leaf=tensor.is_leaf), first=True)
+
+    def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None], *, first: bool = False) -> None:
+        """Call `hook` with the gradient of `tensor`.
+
+        `first`: before the tensor's other hooks. Where a unit's output is its own next input, backward must leave the
+        later call of the unit and then enter the earlier one.
+        """
+        handle = tensor.register_hook(hook)
+        if tensor.is_leaf:  # outlives this pass: its hooks must not pile up
+            self._leaf_handles.append(handle)
+        hooks = tensor._backward_hooks
+        if first and len(hooks) > 1:  # autograd calls them in the dict's order of insertion; move_to_end is lost on it
+            others = [item for item in hooks.items() if item[0] != handle.id]
+            hooks.clear()
+            hooks[handle.id] = hook
+            hooks.update(others)
 
     def after_forward(self, unit: Unit, outputs: Any) -> None:
         """`unit`'s module has returned."""
+        graded = self._gather_before_outputs(unit, outputs)
+        # Recomputation runs this inside backward, which needs the parameters next; and backward starts with the unit
+        # that forward used last.
+        if self._in_backward or unit in self._backward_units or (graded and self._order.is_last(unit)):
+            return
+        unit.release()
+
+    def after_root_forward(self, outputs: Any) -> None:
+        """The whole model has returned, or raised (`outputs` is None then)."""
+        if self._root is not None:
+            self._gather_before_outputs(self._root, outputs)
+        self.leave_root()
+
+    def _gather_before_outputs(self, unit: Unit, outputs: Any) -> bool:
+        """Gather `unit` in backward as soon as the gradient of an output is known; whether any output has one."""
         graded = [tensor for tensor in _tensors(outputs) if tensor.requires_grad] if torch.is_grad_enabled() else []
         this, unit_ref, version = weakref.ref(self), weakref.ref(unit), unit.version
 
@@ -123,17 +153,15 @@ class UnitHooks:
                 hooks._enter_backward(unit, version)
 
         for tensor in graded:
-            tensor.register_hook(needed)
-        # Recomputation runs this inside backward, which needs the parameters next; and backward starts with the unit
-        # that forward used last.
-        if self._in_backward or unit in self._backward_units or (graded and self._order.is_last(unit)):
-            return
-        unit.release()
+            self._watch(tensor, needed)
+        return bool(graded)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Before autograd runs."""
+        """Before autograd runs. Collective over data_shard under stage 3 where the root rests."""
+        if self._root is not None:  # an evaluation or another backward since the forward has let it rest
+            self._root.wait_ready()
         self._in_backward = True
 
     def end_backward(self) -> None:
@@ -142,7 +170,7 @@ class UnitHooks:
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
-        self.release_all()
+        self.release_all(keep_root=self._depth > 0)  # the code around this backward may use the root again
 
     def _enter_backward(self, unit: Unit, version: int) -> None:
         if unit.version != version:
@@ -158,12 +186,12 @@ class UnitHooks:
         self._backward_units.discard(unit)
         unit.release()
 
-    def release_all(self) -> None:
+    def release_all(self, *, keep_root: bool = False) -> None:
         """Let every unit rest."""
         self._backward_units.clear()
         for unit in self._units:
             unit.release()
-        if self._root is not None:
+        if self._root is not None and not keep_root:
             self._root.release()
 
     def remove(self) -> None:
@@ -171,6 +199,42 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+class _InputBorder:
+    """The tensors that entered one call of a unit: when all their gradients are known, backward has left the unit.
+
+    Weak references throughout: the hooks live as long as the user's tensors.
+    """
+
+    def __init__(self, hooks: UnitHooks, unit: Unit, keys: Iterable[int]) -> None:
+        self._hooks, self._unit = weakref.ref(hooks), weakref.ref(unit)
+        self._keys = frozenset(keys)
+        self._waiting: set[int] = set()
+        self._backward = -1  # autograd's number of the backward that `_waiting` belongs to: a graph may run twice
+
+    def hook(self, key: int, *, leaf: bool) -> Callable[[Tensor], None]:
+        """For the tensor called `key`."""
+
+        def arrived(_grad: Tensor) -> None:
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward:
+                self._backward, self._waiting = backward, set(self._keys)
+            self._waiting.discard(key)
+            if self._waiting or torch.is_grad_enabled():  # grad mode in a hook: this backward makes a graph
+                return
+            if leaf:
+                # Autograd serves leaves first: nodes of the unit that lead to parameters alone may be still to come.
+                torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+            else:
+                self._leave()
+
+        return arrived
+
+    def _leave(self) -> None:
+        hooks, unit = self._hooks(), self._unit()
+        if hooks is not None and unit is not None:
+            hooks._leave_backward(unit)
 
 
 def _grad_hook(ledger: GradientLedger, record: ParameterRecord) -> Callable[[Tensor], None]:
@@ -205,27 +269,45 @@ def _nothing(*_args: Any) -> None:
     return None
 
 
-def _module_hooks(hooks: UnitHooks, unit: Unit) -> tuple[ModuleHook, ModuleHook]:
-    unit_ref = weakref.ref(unit)
+def _unit_hooks(hooks: UnitHooks, unit: Unit) -> tuple[ModuleHook, ModuleHook]:
+    """Before and after the forward of a unit's module. Weak: the user's modules may outlive the engine."""
+    hooks_ref, unit_ref = weakref.ref(hooks), weakref.ref(unit)
 
     def pre(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        unit = unit_ref()
-        if unit is not None:
+        hooks, unit = hooks_ref(), unit_ref()
+        if hooks is not None and unit is not None:
             hooks.before_forward(unit, (args, kwargs))
 
     def post(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        unit = unit_ref()
-        if unit is not None:
+        hooks, unit = hooks_ref(), unit_ref()
+        if hooks is not None and unit is not None:
             hooks.after_forward(unit, output)
 
     return ModuleHook(pre), ModuleHook(post)
 
 
+def _root_hooks(hooks: UnitHooks) -> tuple[ModuleHook, ModuleHook]:
+    """Before and after the forward of the whole model. Weak, like the others."""
+    hooks_ref = weakref.ref(hooks)
+
+    def pre(_module: nn.Module, _args: Any) -> None:
+        hooks = hooks_ref()
+        if hooks is not None:
+            hooks.enter_root()
+
+    def post(_module: nn.Module, _args: Any, output: Any) -> None:
+        hooks = hooks_ref()
+        if hooks is not None:
+            hooks.after_root_forward(output)
+
+    return ModuleHook(pre), ModuleHook(post)
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses (which covers Hugging Face outputs)."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses (which covers Hugging Face outputs)."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
     elif isinstance(value, list | tuple):

@@ -162,7 +162,8 @@ class GradientLedger:
         self._scale = scale
         self._pool = BufferPool(device)
         self._accounts = {g: _Account(g, self._pool) for u in units for g in u.groups if g.trainable}
-        self._touched: set[int] = set()
+        self._touched: set[int] = set()  # records with a gradient on this rank in this window
+        self._agreed: set[int] = set()  # at close: with a gradient on any rank
         self._missing: dict[int, set[int]] = {}  # unit -> records whose gradient this backward has not brought yet
         self._expected = self._canonical(u.index for u in units if any(g.trainable for g in u.groups))
         self._round = [0] * len(self._units)
@@ -186,9 +187,9 @@ class GradientLedger:
 
     def accept(self, record: ParameterRecord) -> None:
         """Take the gradient that autograd has just put in `record.parameter.grad`."""
-        self._require_open("a gradient arrived")
         grad = record.parameter.grad
-        record.parameter.grad = None
+        record.parameter.grad = None  # also when refused: the next backward would add to it
+        self._require_open("a gradient arrived")
         if grad is None:
             return
         unit = record.unit
@@ -261,7 +262,7 @@ class GradientLedger:
         self._round = [0] * len(self._units)
         self._flush_remaining(only=self._units)
         self._settle_in_flight(keep=0)
-        touched = self._agree_touched()
+        touched = self._agreed = self._agree_touched()
         for unit in self._units:
             for group in unit.groups:
                 if group.trainable:
@@ -289,11 +290,6 @@ class GradientLedger:
             raise RuntimeError(f"{what} after the gradients of this update were closed; fix: call engine.step() (or "
                                "engine.zero_grad() to drop them) before the next backward")
 
-    @property
-    def is_empty(self) -> bool:
-        """No gradient has arrived in this window on this rank."""
-        return not self._touched
-
     # -- reading --------------------------------------------------------------------------------------------------
 
     def full_gradient(self, record: ParameterRecord) -> Tensor | None:
@@ -304,7 +300,7 @@ class GradientLedger:
         assert self.state is LedgerState.CLOSED, "close() first"
         group = record.group
         account = self._accounts[group]
-        if account.total is None:
+        if account.total is None or record.index not in self._agreed:
             return None
         if not group.shards_optimizer:
             flat = account.total

@@ -53,20 +53,24 @@ def load_full_state(optimizer: Optimizer, groups: Groups, state_dict: Mapping[st
             piece = record.group.masters.get(record.position)
             entry = state_dict["state"].get(number)
             if piece is not None and entry is not None:
-                optimizer.state[piece] = slice_state(record, entry, device=piece.device)
+                optimizer.state[piece] = slice_state(record, entry, piece)
 
 
-def slice_state(record: ParameterRecord, state: Mapping[str, Any], *, device: torch.device) -> dict[str, Any]:
-    """This rank's piece of one parameter's state."""
+def slice_state(record: ParameterRecord, state: Mapping[str, Any], piece: Tensor) -> dict[str, Any]:
+    """This rank's piece of one parameter's state, for the 1-D `piece` of it that this rank steps.
+
+    As in `Optimizer.load_state_dict`, "step" stays as it is and state of the parameter's size takes its type.
+    """
     overlap = record.group.layout.overlap(record.position, record.group.optimizer_range)
     assert overlap is not None
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == record.shape and value.dim() > 0:
-            return value.reshape(-1)[overlap.in_parameter].to(device, copy=True)
+    def cut(key: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape == record.shape and key != "step":
+            dtype = piece.dtype if value.is_floating_point() else value.dtype
+            return value.reshape(-1)[overlap.in_parameter].to(piece.device, dtype, copy=True)
         return value.clone() if isinstance(value, Tensor) else value
 
-    return {key: cut(value) for key, value in state.items()}
+    return {key: cut(key, value) for key, value in state.items()}
 
 
 def _full_entry(optimizer: Optimizer, record: ParameterRecord, *, control: Communicator) -> dict[str, Any]:

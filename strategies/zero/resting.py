@@ -7,7 +7,12 @@ optimizer and the user's own references remain valid) and two things about it ch
 - its class becomes `RestingParameter`, whose `__torch_function__` refuses everything but metadata, by name;
 - its data becomes one NaN element expanded to the shape, so that shape, dtype and device still read right.
 
-The real view is attached again when the unit is gathered. A swap costs about 2 microseconds each way.
+The real view is attached again when the unit is gathered. A swap costs about 3 microseconds each way.
+
+A graph that saved a view of the parameter (`weight.t()`) aliases the freed storage past any placeholder. So while the
+parameter rests its version counter, which all its views share, stands off the value it had: autograd then refuses the
+saved view ("modified by an inplace operation") where reading it would be a segmentation fault. Updates move the counter
+for good, as an optimizer's in-place step does in plain torch.
 
 Alternatives considered: `data = empty(0)` loses the shape (`num_parameters` and state-dict checks go wrong); swapping
 parameter objects breaks references taken earlier; meta tensors cannot be assigned to `.data` of a CPU parameter.
@@ -42,6 +47,11 @@ _RECORDS: weakref.WeakValueDictionary[int, ParameterRecord] = weakref.WeakValueD
 def remember(parameter: nn.Parameter, record: ParameterRecord) -> None:
     """Let `record_of(parameter)` find `record` for as long as the record lives."""
     _RECORDS[id(parameter)] = record
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Undo `remember`: the engine has given the parameter back."""
+    _RECORDS.pop(id(parameter), None)
 
 
 def record_of(parameter: Any) -> ParameterRecord | None:
@@ -81,8 +91,10 @@ class RestingParameter(nn.Parameter):
 def _refusal(operation: str, args: Any) -> str:
     resting = [a for a in _flatten(args) if isinstance(a, RestingParameter)]
     record = record_of(resting[0]) if resting else None
-    name = record.name if record else "?"
-    unit = record.unit_name if record else "?"
+    if record is None:
+        return (f"{operation} on a parameter whose engine is gone: its value was sharded (ZeRO stage 3) and went with "
+                "the engine. Fix: keep the engine for as long as the model is used, or engine.close() it first")
+    name, unit = record.name, record.unit_name
     return (
         f"{operation} on parameter '{name}': its unit '{unit}' rests sharded (ZeRO stage 3), there is no value to use. "
         f"Fix: read or edit it inside `with strategies.gathered(parameter):`; take weights from engine.state_dict(); "
@@ -105,9 +117,12 @@ class Placeholder:
         self._class = type(parameter)
         self._view = view
         self._nothing = torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+        self._version: int | None = None  # the version of the value, while it rests
 
     def rest(self) -> None:
         """Take the value away."""
+        self._version = self._parameter._version
+        self._set_version(self._version + 1)
         self._parameter.data = self._nothing
         self._parameter.__class__ = RestingParameter
 
@@ -115,3 +130,16 @@ class Placeholder:
         """Attach the real view."""
         self._parameter.__class__ = self._class
         self._parameter.data = self._view
+        if self._version is not None:
+            self._set_version(self._version)
+            self._version = None
+
+    def changed(self) -> None:
+        """The value is another one now: graphs that saved the old one must not run backward."""
+        if self._version is not None:
+            self._version += 1
+        else:
+            self._set_version(self._parameter._version + 1)
+
+    def _set_version(self, version: int) -> None:
+        torch._C._autograd._unsafe_set_version_counter((self._parameter,), (version,))

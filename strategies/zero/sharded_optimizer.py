@@ -29,40 +29,46 @@ WHOLE_TENSOR = frozenset({"Adafactor", "FusedLAMB", "LAMB", "LARS", "LBFGS", "La
 def shard_optimizer(optimizer: Optimizer, records: Sequence[ParameterRecord]) -> list[list[ParameterRecord]]:
     """Point `optimizer` at this rank's pieces, in place; carry over state it already has. Local.
 
-    Returns the trainable records of each parameter group, in the group's order.
+    Returns the records of each parameter group, in the group's order.
 
     Raises:
-        ValueError: it is not element-wise, or holds a tensor that is no trainable parameter of the model.
+        ValueError: see `check_optimizer`; nothing has been changed then.
     """
-    refuse_whole_tensor(optimizer)
+    check_optimizer(optimizer, records)
     by_parameter = {id(record.parameter): record for record in records}
     stepped: list[list[ParameterRecord]] = []
     old_state = dict(optimizer.state)
     new_state: list[tuple[nn.Parameter, dict[str, Any]]] = []
-    for number, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
         pieces = []
         stepped.append([])
-        for place, parameter in enumerate(group["params"]):
-            record = by_parameter.get(id(parameter))
-            if record is None:
-                raise ValueError(
-                    f"optimizer group {number}, parameter {place} (shape {tuple(parameter.shape)}) is not a parameter "
-                    "of the model given to the engine; fix: build the optimizer from model.parameters() after the "
-                    "model has its final modules")
-            if not record.trainable:
-                continue  # frozen: torch optimizers skip it too, for want of a gradient
-            stepped[-1].append(record)
+        for parameter in group["params"]:
+            record = by_parameter[id(parameter)]
+            stepped[-1].append(record)  # frozen ones too: they keep their number in saved state, and have no piece
             piece = record.group.masters.get(record.position)
             if piece is None:
                 continue
             pieces.append(piece)
             if parameter in old_state:
-                new_state.append((piece, slice_state(record, old_state[parameter], device=piece.device)))
+                new_state.append((piece, slice_state(record, old_state[parameter], piece)))
         group["params"] = pieces
     optimizer.state.clear()
     for piece, state in new_state:
         optimizer.state[piece] = state
     return stepped
+
+
+def check_optimizer(optimizer: Optimizer, records: Sequence[ParameterRecord]) -> None:
+    """Raise ValueError if it is not element-wise, or holds a tensor that is no parameter of the model."""
+    refuse_whole_tensor(optimizer)
+    known = {id(record.parameter) for record in records}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"optimizer group {number}, parameter {place} (shape {tuple(parameter.shape)}) is not a parameter "
+                    "of the model given to the engine; fix: build the optimizer from model.parameters() after the "
+                    "model has its final modules")
 
 
 def refuse_whole_tensor(optimizer: Optimizer) -> None:

@@ -146,7 +146,13 @@ class Unit:
             self._pins -= 1
             self.release()
 
+    def changed(self) -> None:
+        """The parameters have other values now: no backward of an earlier forward may use them."""
+        self.version += 1
+        for group in self.groups:
+            group.changed()
+
     def publish(self) -> list[Pending]:
         """After the optimizer's step: start making the new values the ones that rest. Collective over the axis."""
-        self.version += 1
+        self.changed()
         return [group.publish(tag=self.tag("publish")) for group in self.groups]
