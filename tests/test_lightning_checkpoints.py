@@ -65,10 +65,7 @@ def test_a_run_resumed_in_another_layout_ends_like_an_unbroken_one(saved, resume
     assert one["optimizer_states"][0]["state"].keys() == two["optimizer_states"][0]["state"].keys()
 
 
-NUMBERING = pytest.mark.xfail(strict=True, reason="the engine leaves frozen parameters out of optimizer state dicts")
-
-
-@pytest.mark.parametrize("name", [pytest.param("Frozen", marks=NUMBERING), "Tied", "Built", "NoOptimizer"])
+@pytest.mark.parametrize("name", ["Frozen", "Tied", "Built", "NoOptimizer"])
 def test_modules_with_habits_resume_there_and_back(name, tmp_path):
     whole = run_part(1, None, name, EPOCHS, None, str(tmp_path / "whole"))
     run_part(2, 3, name, 1, None, str(tmp_path / "ours"))

@@ -65,23 +65,11 @@ def let_go(module: nn.Module) -> None:
     held = held_by(module)
     if held is None:
         return
-    engine = held.engine
-    cast = [record for record in engine.records if record.group.compute_dtype != record.dtype]
-    masters = engine.state_dict() if cast else {}  # more digits than the parameters that computed
     delattr(module, _ATTRIBUTE)
     del module.zero_grad
     for handle in held.handles:
         handle.remove()
-    engine.close()
-    for record in cast:
-        record.parameter.data = masters[record.name].to(record.parameter.device)
-
-
-def raise_root(engine: Engine) -> None:
-    """Gather the root, which a backward or an update inside a step has released. Collective under stage 3."""
-    for unit in engine.units:
-        if unit.is_root:
-            unit.wait_ready()
+    held.engine.close()
 
 
 def _open_root_from_outside(engine: Engine) -> list[Any]:
@@ -130,7 +118,6 @@ class _Scope:
     def open(self, *_args: Any) -> None:
         scope = self._engine.forward_scope()
         scope.__enter__()
-        raise_root(self._engine)
         self._open.append(scope)
 
     def close(self, *_args: Any) -> None:

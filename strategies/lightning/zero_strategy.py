@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine import Engine
-from strategies.lightning.held import held_by, hold, let_go, raise_root
+from strategies.lightning.held import held_by, hold, let_go
 from strategies.lightning.mesh_strategy import MeshStrategy
 from strategies.lightning.optimizer_calls import follow
 from strategies.lightning.precision import ZeroPrecision, plain, policy_for
@@ -230,7 +230,6 @@ class ZeroStrategy(MeshStrategy):
         batches = list(micro_batches)
         total = torch.zeros((), dtype=torch.float32, device=self.root_device)
         for place, batch in enumerate(batches):
-            raise_root(self.engine)
             value = loss(batch)
             self.engine.backward(value, last=place == len(batches) - 1)
             total += value.detach().float()
