@@ -9,9 +9,11 @@
     reset()  starts the next window.
 
 Flushing adds, so it is right whenever it happens: a gradient that comes after its unit was flushed (a module used
-again by reentrant recomputation) opens a new buffer and is flushed later. When to flush is a question of speed only;
-that all ranks flush the same units equally often is ensured by one vote at the end of each backward. Early flushes
-follow one canonical order (reverse unit order), since NCCL matches collectives by order.
+again by reentrant recomputation) opens a new buffer and is flushed later. When to flush is a question of speed only.
+Early flushes follow one canonical order (reverse unit order), since NCCL matches collectives by order. A backward waits
+for its early flushes, so at its end every rank first flushes the units that are expected of it, with zeros where it has
+no gradient: another rank may be waiting for one inside its backward. Then one vote agrees what is left, and which units
+to expect in the next backward.
 
 Gradients are taken from `param.grad` in a post-accumulate hook: the first arrival is copied (and widened) into the
 buffer, later ones are added. Alternative considered: preset `param.grad` to a view, so that autograd adds in place. It
@@ -165,6 +167,7 @@ class GradientLedger:
         self._touched: set[int] = set()  # records with a gradient on this rank in this window
         self._agreed: set[int] = set()  # at close: with a gradient on any rank
         self._missing: dict[int, set[int]] = {}  # unit -> records whose gradient this backward has not brought yet
+        self._brought: set[int] = set()  # units that have had a gradient on this rank since the last vote
         self._expected = self._canonical(u.index for u in units if any(g.trainable for g in u.groups))
         self._round = [0] * len(self._units)
         self._early = False
@@ -195,6 +198,7 @@ class GradientLedger:
         unit = record.unit
         self._accounts[record.group].accept(record.position, grad.detach())
         self._touched.add(record.index)
+        self._brought.add(unit.index)
         if not self._in_backward:
             return  # loss.backward() outside engine.backward(): flushed at the next end_backward or close
         self._missing[unit.index].discard(record.index)
@@ -204,8 +208,12 @@ class GradientLedger:
     def end_backward(self) -> None:
         """Flush what is left, the same on every rank. Collective over the data axes where a unit flushes early."""
         self._in_backward = False
-        if any(self._flushes_now(unit) for unit in self._units):
-            self._flush_remaining(only=[u for u in self._units if self._flushes_now(u)])
+        early = [unit for unit in self._units if self._flushes_now(unit)]
+        if early:
+            for unit in (self._units[index] for index in self._expected):
+                if not self._round[unit.index] and self._flushes_now(unit):
+                    self._flush(unit)
+            self._flush_remaining(only=early)
         self._settle_in_flight(keep=0)
 
     def _flushes_now(self, unit: Unit) -> bool:
@@ -233,14 +241,15 @@ class GradientLedger:
 
     def _flush_remaining(self, only: Sequence[Unit]) -> None:
         """Vote how often each unit is flushed in this round: the most any rank needs; the others add zeros."""
-        mine = [self._round[u.index] + self._holds(u) for u in only]
+        mine = [[self._round[u.index] + self._holds(u) for u in only], [u.index in self._brought for u in only]]
         agreed = self._control.maximum(torch.tensor(mine, dtype=torch.int32), what="vote on units to reduce").tolist()
-        target = dict(zip((u.index for u in only), agreed, strict=True))
+        target, brought = (dict(zip((u.index for u in only), row, strict=True)) for row in agreed)
         for index in self._canonical(target):
             while self._round[index] < target[index]:
                 self._flush(self._units[index])
-        if any(agreed):
-            self._expected = self._canonical(index for index, count in target.items() if count)
+        self._brought.clear()
+        if any(brought.values()):
+            self._expected = self._canonical(index for index, any_rank in brought.items() if any_rank)
 
     def _settle_in_flight(self, *, keep: int) -> None:
         while len(self._in_flight) > keep:
@@ -282,7 +291,7 @@ class GradientLedger:
         self._settle_in_flight(keep=0)
         for account in self._accounts.values():
             account.reset()
-        self._touched = set()
+        self._touched, self._brought = set(), set()
         self.state = LedgerState.OPEN
 
     def _require_open(self, what: str) -> None:
