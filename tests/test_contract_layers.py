@@ -63,16 +63,13 @@ PRIVATE = {
     "strategies/zero/discover.py": {
         "_no_split_modules": "how Hugging Face models declare their blocks",
     },
-    "strategies/zero/hooks.py": {
+    "strategies/zero/torch_private.py": {  # each with its reason in the file
         "_backward_hooks": "the order of a tensor's hooks, which registering cannot choose",
-        "torch._C": "the home of _current_graph_task_id",
+        "torch._C": "the home of the next two",
         "torch._C._current_graph_task_id": "two backwards through one graph are told apart by nothing else",
-        "torch.autograd.Variable._execution_engine": "a callback for the end of a backward, as DDP and FSDP2 use it",
-    },
-    "strategies/zero/resting.py": {
-        "torch._C": "DisableTorchFunctionSubclass, which torch's documentation of __torch_function__ uses",
         "torch._C._autograd": "the home of _unsafe_set_version_counter",
         "torch._C._autograd._unsafe_set_version_counter": "its public wrapper only restores a counter after a block",
+        "torch.autograd.Variable._execution_engine": "a callback for the end of a backward, as DDP and FSDP2 use it",
     },
 }
 # Reads which distributions and top-level names are to be absent, and which modules to import.

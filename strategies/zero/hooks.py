@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from strategies.zero.ledger import GradientLedger
 from strategies.zero.order import UseOrder
 from strategies.zero.record import ParameterRecord
+from strategies.zero.torch_private import after_this_backward, register_first_hook, running_backward
 from strategies.zero.unit import Unit
 
 
@@ -117,15 +118,9 @@ class UnitHooks:
         `first`: before the tensor's other hooks. Where a unit's output is its own next input, backward must leave the
         later call of the unit and then enter the earlier one.
         """
-        handle = tensor.register_hook(hook)
+        handle = register_first_hook(tensor, hook) if first else tensor.register_hook(hook)
         if tensor.is_leaf:  # outlives this pass: its hooks must not pile up
             self._leaf_handles.append(handle)
-        hooks = tensor._backward_hooks
-        if first and len(hooks) > 1:  # autograd calls them in the dict's order of insertion; move_to_end is lost on it
-            others = [item for item in hooks.items() if item[0] != handle.id]
-            hooks.clear()
-            hooks[handle.id] = hook
-            hooks.update(others)
 
     def after_forward(self, unit: Unit, outputs: Any) -> None:
         """`unit`'s module has returned."""
@@ -217,7 +212,7 @@ class _InputBorder:
         """For the tensor called `key`."""
 
         def arrived(_grad: Tensor) -> None:
-            backward = torch._C._current_graph_task_id()
+            backward = running_backward()
             if backward != self._backward:
                 self._backward, self._waiting = backward, set(self._keys)
             self._waiting.discard(key)
@@ -225,7 +220,7 @@ class _InputBorder:
                 return
             if leaf:
                 # Autograd serves leaves first: nodes of the unit that lead to parameters alone may be still to come.
-                torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+                after_this_backward(self._leave)
             else:
                 self._leave()
 

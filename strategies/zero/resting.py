@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from strategies.zero.torch_private import plain_tensor_functions, set_version
+
 if TYPE_CHECKING:
     from strategies.zero.record import ParameterRecord
 
@@ -72,7 +74,7 @@ class RestingParameter(nn.Parameter):
             if getattr(func, "__name__", "") == "__set__" and name == "data":
                 raise RuntimeError(_refusal("assigning .data to", args))
         if name in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_tensor_functions():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(_refusal(name, (*args, *(kwargs or {}).values())))
 
@@ -142,4 +144,4 @@ class Placeholder:
             self._set_version(self._parameter._version + 1)
 
     def _set_version(self, version: int) -> None:
-        torch._C._autograd._unsafe_set_version_counter((self._parameter,), (version,))
+        set_version(self._parameter, version)
