@@ -28,6 +28,7 @@ from framework.resolve import data_size, processes
 from framework.rules import RULES, rule
 
 BYTE_VOCABULARY = 257
+WITHOUT_TOKENIZER = ("synthetic", "tokens")
 """256 bytes and the end-of-text token: the least a trained byte-level BPE needs."""
 
 
@@ -48,8 +49,9 @@ def warnings(config: RunConfig) -> list[str]:
         found.append(f"task={config.task.name} without model.weights: the weights are random, drawn from seed.")
     warmup, steps = config.schedule.warmup_steps, config.trainer.max_steps
     if warmup >= steps and isinstance(config.task, TrainTask):  # a run shortened on the command line is no error
-        reached = "only at the last update" if warmup == steps else "never"
-        found.append(f"schedule.warmup_steps={warmup}, trainer.max_steps={steps}: the peak rate is reached {reached}.")
+        reached = "reached only at the last update" if warmup == steps else "never reached"
+        found.append(f"schedule.warmup_steps={warmup}, trainer.max_steps={steps}: the peak rate is {reached} "
+                     f"(schedule.warmup_steps={steps // 10} fits).")
     return found
 
 
@@ -175,7 +177,20 @@ def something_is_held_out(config: RunConfig, machine: Machine) -> Iterator[Probl
     samples = isinstance(task, GenerateTask) or (isinstance(task, TrainTask) and task.sample_tokens > 0)
     if samples and task.prompt is None:
         allowed = "a text, because no data is held out to take it from"
-        yield Problem("task.prompt", None, allowed, f"task.prompt='Once upon a time', or {more}")
+        readable = config.dataset.name not in WITHOUT_TOKENIZER
+        yield Problem("task.prompt", None, allowed, f"task.prompt='Once upon a time', or {more}" if readable else more)
+
+
+@rule("task.prompt", "dataset.name", "model.weights")
+def prompt_can_be_read(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    if not isinstance(config.task, (TrainTask, GenerateTask)) or config.task.prompt is None:
+        return
+    prompt, dataset = config.task.prompt, config.dataset.name
+    if not prompt:
+        yield Problem("task.prompt", prompt, "must be a text of at least one token, or null", "task.prompt=null")
+    elif dataset in WITHOUT_TOKENIZER and config.model.weights is None:  # weights may bring their tokenizer
+        allowed = f"must be null with dataset={dataset}, which has no tokenizer to read it with"
+        yield Problem("task.prompt", prompt, allowed, "task.prompt=null continues the data; or dataset=stdlib")
 
 
 @rule("trainer.accelerator", "trainer.devices")

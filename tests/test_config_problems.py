@@ -120,6 +120,18 @@ def test_batch_sizes_of_zero_and_below_are_refused(composer, override):
     assert problem.key == override.partition("=")[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "wrong"),
+    [
+        (["task.prompt=''"], True), (["dataset=synthetic", "task.prompt=hello"], True),
+        (["dataset=stdlib", "task.prompt=hello"], False), (["dataset=synthetic"], False),
+        (["task=generate", "dataset=synthetic", "task.prompt=hello"], True),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_nothing_can_read_is_refused_before_the_training(composer, overrides, wrong):
+    assert [problem.key for problem in problems(composer, *overrides)] == (["task.prompt"] if wrong else [])
+
+
 def test_accumulation_follows_from_the_data_size_and_is_reported(composer):
     tree = composer.tree(["batch.global_size=24", "batch.micro_size=2", "trainer.devices=3"])
     prepared = prepare(tree, machine=LAPTOP, launch_dir=Path("/"))
