@@ -7,7 +7,7 @@ optimizer and the user's own references remain valid) and two things about it ch
 - its class becomes `RestingParameter`, whose `__torch_function__` refuses everything but metadata, by name;
 - its data becomes one NaN element expanded to the shape, so that shape, dtype and device still read right.
 
-The real view is attached again when the unit is gathered. A swap costs about 3 microseconds each way.
+The real view is attached again when the unit is gathered. A swap costs about a microsecond each way.
 
 A graph that saved a view of the parameter (`weight.t()`) aliases the freed storage past any placeholder. So while the
 parameter rests its version counter, which all its views share, stands off the value it had: autograd then refuses the
