@@ -4,6 +4,9 @@ NCCL has good collectives; they are used as they are. gloo's all-gather and redu
 71 and 77 ms, and the latter moves an all-reduce's bytes and blocks its caller), so on gloo every rank sends its slice
 straight to every other (`isend`/`irecv`): 19 and 20 ms.
 
+Every collective is entered in the journal before it starts, so that a rank that waits too long can say what it and the
+others do.
+
 Pairwise messages carry the collective's tag as the gloo message tag. Ranks that diverge (another unit, another
 operation, another round) therefore time out and say where they stand, and never mix equal-sized blocks.
 
@@ -21,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.journal import CollectiveError, Entry, Journal
 
-class CollectiveError(RuntimeError):
-    """A collective failed or timed out; the message names the rank, the operation, its unit and the peers."""
+__all__ = ["CollectiveError", "Communicator", "Pending", "Tag"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ class Tag:
 class Pending:
     """A collective under way. `wait` is idempotent; buffers stay referenced until it returns."""
 
-    def __init__(self, works: Sequence[Any] = (), *, describe: str = "", keep: Sequence[Tensor] = (),
+    def __init__(self, works: Sequence[Any] = (), *, entry: Entry | None = None, keep: Sequence[Tensor] = (),
                  finish: Callable[[], None] | None = None) -> None:
         self._works = list(works)
-        self._describe = describe
+        self._entry = entry
         self._keep = list(keep)
         self._finish = finish
 
@@ -62,29 +65,36 @@ class Pending:
         Raises:
             CollectiveError: a peer died, diverged or did not come within the timeout.
         """
+        if self._entry is not None:
+            self._wait(self._entry)
+            self._entry = None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        self._keep.clear()
+
+    def _wait(self, entry: Entry) -> None:
+        entry.waiting()
         try:
             while self._works:
                 self._works[0].wait()
                 self._works.pop(0)
         except RuntimeError as error:
-            raise CollectiveError(f"{self._describe}: {error}") from error
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-        self._keep.clear()
+            raise entry.error(error) from error
+        entry.finished()
 
 
 class Communicator:
     """One mesh axis as seen from this rank. Every method is collective over the axis; size 1 moves nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], *, rank: int, name: str,
-                 device: torch.device, backend: str) -> None:
+                 device: torch.device, backend: str, journal: Journal) -> None:
         self.name = name
         self.device = device
         self.members = tuple(members)
         self.size = len(self.members)
         self.index = self.members.index(rank)
-        self._rank = rank
+        self._journal = journal
         self._group = group
         self._pairwise = backend == "gloo"
 
@@ -105,15 +115,16 @@ class Communicator:
         if self.size == 1:
             return Pending()
         own = self.slice_of(full)
+        entry = self._started(tag)
         if not self._pairwise:
             work = dist.all_gather_into_tensor(full, own, group=self._group, async_op=True)
-            return Pending([work], describe=self._where(tag), keep=[full])
+            return Pending([work], entry=entry, keep=[full])
         works: list[Any] = []
         for peer in self._peers():
             works.append(dist.irecv(self.slice_of(full, peer), group=self._group, group_src=peer, tag=tag.number()))
         for peer in self._peers():
             works.append(dist.isend(own, group=self._group, group_dst=peer, tag=tag.number()))
-        return Pending(works, describe=self._where(tag), keep=[full])
+        return Pending(works, entry=entry, keep=[full])
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, tag: Tag, accumulate: bool = False,
                        scratch: Callable[[int, torch.dtype], Tensor] | None = None) -> Pending:
@@ -129,11 +140,12 @@ class Communicator:
             elif out.data_ptr() != own.data_ptr():
                 out.copy_(own)
             return Pending()
+        entry = self._started(tag)
         if not self._pairwise:
             landed = torch.empty_like(own)
             work = dist.reduce_scatter_tensor(landed, full, group=self._group, async_op=True)
             land = (lambda: out.add_(landed)) if accumulate else (lambda: out.copy_(landed))
-            return Pending([work], describe=self._where(tag), keep=[full, landed, out], finish=land)
+            return Pending([work], entry=entry, keep=[full, landed, out], finish=land)
         make = scratch or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=full.device))
         parts: list[Tensor] = [own] * self.size
         works: list[Any] = []
@@ -153,14 +165,14 @@ class Communicator:
                 total.add_(term)
             torch.add(total, terms[-1], out=out)
 
-        return Pending(works, describe=self._where(tag), keep=[full, out, *parts], finish=add_in_rank_order)
+        return Pending(works, entry=entry, keep=[full, out, *parts], finish=add_in_rank_order)
 
     def all_reduce(self, full: Tensor, *, tag: Tag) -> None:
         """Sum `full` (1-D, any numel) over the axis, in place and in rank order."""
         if self.size == 1:
             return
         if not self._pairwise:
-            dist.all_reduce(full, group=self._group)
+            self._guarded(tag, lambda: dist.all_reduce(full, group=self._group))
             return
         padded = full
         if full.numel() % self.size:
@@ -171,7 +183,7 @@ class Communicator:
         if padded is not full:
             full.copy_(padded[: full.numel()])
 
-    def broadcast(self, tensor: Tensor, *, what: str, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, *, what: Tag | str, source: int = 0) -> None:
         """Copy member `source`'s contiguous tensor to all members, in place. `what` names it in errors."""
         if self.size > 1:
             self._guarded(what, lambda: dist.broadcast(tensor, group=self._group, group_src=source))
@@ -224,12 +236,14 @@ class Communicator:
         """The other members, nearest first, so that not all ranks address the same one at once."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
-    def _where(self, tag: Tag) -> str:
-        return f"rank {self._rank} in {tag} on axis {self.name}, ranks {list(self.members)}"
+    def _started(self, what: Tag | str) -> Entry:
+        return self._journal.started(what, self.name, self.members)
 
-    def _guarded(self, what: str, call: Callable[[], Any]) -> None:
+    def _guarded(self, what: Tag | str, call: Callable[[], Any]) -> None:
+        entry = self._started(what)
+        entry.waiting()
         try:
             call()
         except RuntimeError as error:
-            raise CollectiveError(f"rank {self._rank} in '{what}' on axis {self.name}, "
-                                  f"ranks {list(self.members)}: {error}") from error
+            raise entry.error(error) from error
+        entry.finished()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.collectives import Communicator
+from strategies.journal import Journal
 
 AXES = ("pipeline", "data_replicate", "data_shard", "sequence", "tensor")
 DATA_AXES = ("data_replicate", "data_shard")
@@ -99,6 +100,7 @@ class Mesh:
         self.device = device if device is not None else default_device()
         self.timeout_s = timeout_s
         self.coordinates = self.shape.coordinates(self.rank)
+        self.journal = Journal(rank=self.rank, world_size=world_size, timeout_s=timeout_s)
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
         self.data_shard = self._communicator("data_shard", ("data_shard",))
         self.data_replicate = self._communicator("data_replicate", ("data_replicate",))
@@ -126,10 +128,21 @@ class Mesh:
         for ranks in self.shape.groups(axes):
             key = (tuple(ranks), name if own else backend)
             if len(ranks) > 1 and key not in self._made:
-                self._made[key] = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self.timeout_s))
+                self._made[key] = self._new_group(ranks, name=name, backend=backend)
             if self.rank in ranks:
                 members, mine = ranks, self._made.get(key)
-        return Communicator(mine, members, rank=self.rank, name=name, device=device or self.device, backend=backend)
+        return Communicator(mine, members, rank=self.rank, name=name, device=device or self.device, backend=backend,
+                            journal=self.journal)
+
+    def _new_group(self, ranks: list[int], *, name: str, backend: str) -> dist.ProcessGroup:
+        entry = self.journal.started("making the mesh", name, range(self.world_size))
+        entry.waiting()
+        try:
+            group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise entry.error(error) from error
+        entry.finished()
+        return group
 
 
 def default_device() -> torch.device:

@@ -72,7 +72,7 @@ class FlatGroup:
         whole = self.full if same else self.full.new_zeros(self.layout.padded_numel, dtype=self.master_dtype)
         for position, record in enumerate(self.records):
             whole[self.layout.span(position)].copy_(record.parameter.detach().reshape(-1))
-        data.broadcast(whole, what=str(tag))
+        data.broadcast(whole, what=tag)
         if not same:
             self.full.copy_(whole)
         if self.frees_parameters:
