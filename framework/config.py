@@ -67,6 +67,19 @@ class GenerateTask:
 
 
 @dataclass
+class BenchmarkTask:
+    """Train the same model under several systems in turn; compare time, memory and loss."""
+
+    name: str = knob("which task", choices=("benchmark",))
+    systems: list[str] = knob("what to compare, in this order: nocomm, ddp, fsdp2, deepspeed_1 to _3, zero0 to zero3")
+    allocators: list[str] = knob("memory allocator of all systems: tuned (the launcher's setting) or stock (none)")
+    rounds: int = knob("samples of each system; odd rounds run in reverse order", at_least=1)
+    warmup_steps: int = knob("first updates of a sample, of trainer.max_steps, that are not timed", at_least=0)
+    memory_steps: int = knob("updates after the timed ones, in which anonymous memory is sampled", at_least=0)
+    sample_timeout_s: float = knob("how long a sample may take before it is ended and reported", above=0)
+
+
+@dataclass
 class GptModel:
     """A decoder-only transformer with the architecture and parameter layout of Hugging Face GPT2LMHeadModel."""
 
@@ -291,7 +304,7 @@ class Log:
 class RunConfig:
     """One run, whole. `load` in framework/schema.py makes it from a composed tree."""
 
-    task: TrainTask | EvaluateTask | GenerateTask
+    task: TrainTask | EvaluateTask | GenerateTask | BenchmarkTask
     model: GptModel
     dataset: StdlibDataset | TextDataset | TokensDataset | HfDataset | SyntheticDataset
     parallel: Parallel
@@ -309,7 +322,8 @@ class RunConfig:
 
 # Groups whose options take different keys: `name` in the YAML picks the dataclass.
 VARIANTS: dict[str, dict[str, type]] = {
-    "task": {"train": TrainTask, "evaluate": EvaluateTask, "generate": GenerateTask},
+    "task": {"train": TrainTask, "evaluate": EvaluateTask, "generate": GenerateTask,
+             "benchmark": BenchmarkTask},
     "model": {"gpt2": GptModel},
     "dataset": {"stdlib": StdlibDataset, "text": TextDataset, "tokens": TokensDataset, "hf": HfDataset,
                 "synthetic": SyntheticDataset},

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from framework import schema
-from framework.config import RunConfig
+from framework.config import BenchmarkTask, RunConfig
 from framework.environment import RANK_VARIABLES
 from framework.failure import Failure, JobFailed, failure_of, first_failure, interruption
 from framework.interrupt import AGENT_SIGNAL, Interrupts, undisturbed
@@ -63,12 +63,17 @@ def run_job(
             "--resolutions", str(chosen), "--entry", entry, "--parent", str(os.getpid()),
         ]  # fmt: skip
         try:
-            failure = _run_agent(command, processes=config.trainer.devices, job=job, scratch=scratch)
+            failure = _run_agent(command, processes=_workers(config), job=job, scratch=scratch)
         finally:
             with undisturbed():
                 end_leftovers(JOB_VARIABLE, job)
     with undisturbed():
         return _conclude(folder, failure, config)
+
+
+def _workers(config: RunConfig) -> int:
+    """Ranks to start. A benchmark is one process, which starts the ranks of each of its samples itself."""
+    return 1 if isinstance(config.task, BenchmarkTask) else config.trainer.devices
 
 
 def _run_agent(command: list[str], *, processes: int, job: str, scratch: Path) -> Failure | None:
@@ -144,13 +149,13 @@ def _show(failure: Failure, folder: RunFolder) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def worker_allocator_environment() -> dict[str, str]:
+def worker_allocator_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Allocator settings of the workers: transparent huge pages, for glibc's malloc and for torch's CPU allocator.
 
-    On a CPU, mapping fresh pages costs as much as copying into them. What the user has set stays.
+    On a CPU, mapping fresh pages costs as much as copying into them. What the user has set in `environ` stays.
     """
     settings = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
-    return {name: value for name, value in settings.items() if name not in os.environ}
+    return {name: value for name, value in settings.items() if name not in environ}
 
 
 @contextmanager

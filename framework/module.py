@@ -8,7 +8,6 @@ logging all count in updates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from framework.config import Schedule
 from framework.data.step_loader import MicroBatch
 from framework.evaluation import count_labels
+from framework.schedule import schedule_factor
 from strategies.lightning.zero_strategy import ZeroStrategy
 
 
@@ -98,27 +98,3 @@ class StepModule(pl.LightningModule):
         """Once per applied update."""
         if self.outcome is not None and self.outcome.tokens:
             scheduler.step()
-
-
-def schedule_factor(schedule: Schedule, max_steps: int) -> Callable[[int], float]:
-    """Updates already done -> share of the peak learning rate for the next one.
-
-    Warm-up is linear and reaches the peak with its last step; linear and cosine reach `final_ratio` with the last
-    update; inverse_sqrt falls as sqrt(warm-up / step).
-    """
-    warmup, final = schedule.warmup_steps, schedule.final_ratio
-    decay_steps = max(max_steps - 1 - warmup, 1)
-
-    def factor(done: int) -> float:
-        if done < warmup:
-            return (done + 1) / warmup
-        progress = min((done - warmup) / decay_steps, 1.0)
-        if schedule.name == "linear":
-            return 1.0 - (1.0 - final) * progress
-        if schedule.name == "cosine":
-            return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
-        if schedule.name == "inverse_sqrt":
-            return math.sqrt(max(warmup, 1) / max(done + 1, warmup, 1))
-        return 1.0
-
-    return factor

@@ -151,7 +151,7 @@ class Progress:
             name = f"{name} {min(done / total, 1):.0%}"
         elif done > 0:
             name = f"{name} {done:,.0f}"
-        return f"{name} {_duration(self._clock.elapsed_s)}"
+        return f"{name} {duration(self._clock.elapsed_s)}"
 
     def _fields(self) -> list[str]:
         """From the most to the least important: the last ones are dropped when the line is short of room."""
@@ -159,7 +159,7 @@ class Progress:
         fields = [f"step {clock.step}/{clock.total}"]
         if report is not None:
             fields.append(f"loss {report.loss:.4f}")
-        fields.append(f"{_duration(clock.elapsed_s)}<{_duration(clock.left_s)}")
+        fields.append(f"{duration(clock.elapsed_s)}<{duration(clock.left_s)}")
         if report is not None:
             fields.append(f"{report.tokens_per_s:,.0f} tok/s")
             fields.append(f"mem {memory_text(report.peak_memory_bytes_per_rank)}")
@@ -263,7 +263,8 @@ def memory_text(bytes_per_rank: Sequence[int]) -> str:
     return f"{min(sizes):.2f}-{max(sizes):.2f} GiB on {len(sizes)} ranks"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """Seconds as m:ss or h:mm:ss; "?" when unknown."""
     if seconds is None:
         return "?"
     minutes, seconds = divmod(int(seconds), 60)

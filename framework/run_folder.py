@@ -80,27 +80,12 @@ class RunFolder:
         write_whole(self.path / path, json.dumps(plain(obj), indent=2, allow_nan=False) + "\n")
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl with a single write, so that a killed run leaves whole lines.
-
-        Raises OSError naming the file when the line does not fit on the disk; no part of it stays in the file.
-        """
-        line = (json.dumps(plain(metrics), allow_nan=False) + "\n").encode()
-        descriptor = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            written = os.write(descriptor, line)
-            if written != len(line):
-                os.ftruncate(descriptor, size)
-                raise OSError(f"{self.metrics_path}: {written} of {len(line)} bytes written; is the disk full?")
-        finally:
-            os.close(descriptor)
+        """Append one line to metrics.jsonl. Raises OSError naming the file when it does not fit on the disk."""
+        append_line(self.metrics_path, metrics)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; empty when there is none. A line cut off by a crash is left out."""
-        if not self.metrics_path.exists():
-            return []
-        lines = self.metrics_path.read_text().split("\n")
-        return [_restore(json.loads(line)) for line in lines[:-1]]
+        return read_lines(self.metrics_path)
 
     def lock(self) -> None:
         """Keep other jobs out of the folder until `release`. Raises ValueError when one is in it."""
@@ -162,6 +147,30 @@ def claim(run_dir: str, *, launch_dir: Path, label: str, sweep: tuple[str, int] 
             "Set run.dir to a folder you can write to."
         ) from error
     return folder
+
+
+def append_line(path: Path, obj: Mapping[str, Any]) -> None:
+    """Append `obj` as one line of JSON with a single write, so that a killed run leaves whole lines.
+
+    Raises OSError naming the file when the line does not fit on the disk; no part of it stays in the file.
+    """
+    line = (json.dumps(plain(obj), allow_nan=False) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        written = os.write(descriptor, line)
+        if written != len(line):
+            os.ftruncate(descriptor, size)
+            raise OSError(f"{path}: {written} of {len(line)} bytes written; is the disk full?")
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects `append_line` has written; empty without the file. A line cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    return [_restore(json.loads(line)) for line in path.read_text().split("\n")[:-1]]
 
 
 def write_whole(path: Path, text: str) -> None:

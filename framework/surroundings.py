@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from framework.config import AUTO, FileLogger, HfDataset, RunConfig, TextDataset, TokensDataset
+from framework.benchmark.catalog import SAMPLES_FILE
+from framework.config import AUTO, BenchmarkTask, FileLogger, HfDataset, RunConfig, TextDataset, TokensDataset
 from framework.machine import Machine
 from framework.problems import Problem, nearest
 from framework.rules import rule
@@ -76,10 +77,15 @@ def run_folder_can_be_made(config: RunConfig, machine: Machine) -> Iterator[Prob
         yield Problem("run.dir", str(path), f"{parent} is a file", "run.dir=auto, or a path with no file on its way")
     elif not os.access(parent, os.W_OK | os.X_OK):
         yield Problem("run.dir", str(path), f"{parent} cannot be written to", "run.dir=auto, or a folder of your own")
-    elif (path / "summary.json").exists():
+    elif (path / "summary.json").exists() and not _goes_on_there(config, path):
         free = next(name for name in (f"{path}-{count}" for count in range(2, 10**6)) if not Path(name).exists())
         allowed = "holds a finished run, which is never overwritten"
         yield Problem("run.dir", str(path), allowed, f"run.dir={free}, or run.dir=auto")
+
+
+def _goes_on_there(config: RunConfig, path: Path) -> bool:
+    """Whether the run adds to what the folder holds: samples of a benchmark are only ever added to."""
+    return isinstance(config.task, BenchmarkTask) and (path / SAMPLES_FILE).exists()
 
 
 def _installed(distribution: str) -> bool:

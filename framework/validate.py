@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from framework import surroundings  # noqa: F401 (registers its rules)
+from framework.benchmark import rules as benchmark_rules  # noqa: F401 (registers its rules)
 from framework.config import (
     AdamOptimizer,
+    BenchmarkTask,
     EvaluateTask,
     GenerateTask,
     HfDataset,
@@ -48,7 +50,8 @@ def warnings(config: RunConfig) -> list[str]:
     if isinstance(config.task, (EvaluateTask, GenerateTask)) and config.model.weights is None:
         found.append(f"task={config.task.name} without model.weights: the weights are random, drawn from seed.")
     warmup, steps = config.schedule.warmup_steps, config.trainer.max_steps
-    if warmup >= steps and isinstance(config.task, TrainTask):  # a run shortened on the command line is no error
+    trains = isinstance(config.task, (TrainTask, BenchmarkTask))
+    if warmup >= steps and trains:  # a run shortened on the command line is no error
         reached = "reached only at the last update" if warmup == steps else "never reached"
         found.append(f"schedule.warmup_steps={warmup}, trainer.max_steps={steps}: the peak rate is {reached} "
                      f"(schedule.warmup_steps={steps // 10} fits).")
