@@ -25,13 +25,20 @@ from strategies.mesh import Mesh, default_device, ensure_process_group
 from strategies.precision import PrecisionPolicy
 from strategies.zero.clip import clip_by_norm, clip_by_value, global_norm
 from strategies.zero.discover import assign, find_units
+from strategies.zero.held_model import HeldModel
 from strategies.zero.hooks import UnitHooks
 from strategies.zero.ledger import GradientLedger, LedgerState
 from strategies.zero.optimizer_state import full_state, load_full_state
 from strategies.zero.placement import RestingBytes, StagePolicy
 from strategies.zero.record import ParameterRecord, make_records
 from strategies.zero.resting import forget, record_of, remember
-from strategies.zero.sharded_optimizer import check_optimizer, shard_optimizer
+from strategies.zero.sharded_optimizer import (
+    check_optimizer,
+    list_pieces,
+    refuse_edited_groups,
+    shard_new_groups,
+    shard_optimizer,
+)
 from strategies.zero.unit import Unit
 
 OptimizerArgument = Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
@@ -43,6 +50,11 @@ class Engine:
     The model is changed in place: its parameters become views of flat buffers, and under stage 3 they rest as
     placeholders outside their unit's turn. All ranks start from the first rank's parameters and buffers, without
     gradients (those that the parameters have are dropped).
+
+    Parameters may be frozen and unfrozen at any time, alike on all ranks; one that unfreezes starts from the value it
+    computes with. Other changes of the model (a parameter added, replaced, moved, given other data) are refused at the
+    next forward, backward or step. `parameter.grad` is None after a backward, on which torch's own clipping does
+    nothing: use `clip_norm`, or `gradients()` to look.
 
     Args:
         model: on any device but meta; moved to the mesh's device.
@@ -95,7 +107,6 @@ class Engine:
         self.records = make_records(model)
         if built is not None:  # before the model is changed
             check_optimizer(built, self.records)
-        self._frozen = [record for record in self.records if not record.trainable]
         self._number = mesh.next_engine()
         self.units, self._root = self._make_units(model, units)
         for record in self.records:
@@ -107,7 +118,8 @@ class Engine:
             self.units, self.records, control=mesh.control, replicate=mesh.data_replicate,
             scale=1.0 / mesh.data.size if average_gradients else 1.0, device=mesh.device)
         self._hooks = UnitHooks(model, self.units, self.records, root=self._root, ledger=self.ledger,
-                                prefetch_units=prefetch_units)
+                                prefetch_units=prefetch_units, look=self._look)
+        self._held = HeldModel(model, self.records, self.units)
         self._stepped: list[list[list[ParameterRecord]]] = []  # of each optimizer: the records of its groups
         self.gradient_bytes_at_step = 0
         if built is not None:
@@ -209,7 +221,7 @@ class Engine:
         """Around any code that runs autograd on this model. Collective over the data axes at the end.
 
         Raises:
-            RuntimeError: a parameter that was frozen when the engine took it is trainable now; a saved parameter is at
+            RuntimeError: the model was changed (parameters added, removed, replaced, moved); a saved parameter is at
                 rest or updated ("modified by an inplace operation": the note says what to do).
         """
         self._require_ready()
@@ -227,11 +239,22 @@ class Engine:
     def _require_ready(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed: the model is plain torch again; fix: a new Engine")
-        for record in self._frozen:
-            if record.parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter '{record.name}' was frozen when the engine took the model and is trainable now: it has "
-                    "no gradient buffer and no optimizer state; fix: engine.close() and a new Engine after unfreezing")
+        self._look()
+
+    def _look(self) -> None:
+        """Refuse what changed in the model and would be lost; train what is trainable now. Local."""
+        self._held.refuse_changes()
+        for record in self._held.changed_training():
+            if not record.trainable or record.trained:
+                continue  # a frozen one brings no gradients; one that was trained before brings them again
+            if not record.group.trainable:
+                record.group.train()
+                self.ledger.open_account(record.group)
+                for optimizer, stepped in zip(self.optimizers, self._stepped, strict=True):
+                    list_pieces(optimizer, stepped)
+            self._hooks.take_gradients(record)
+        for optimizer, stepped in zip(self.optimizers, self._stepped, strict=True):
+            shard_new_groups(optimizer, stepped, self.records)
 
     def step(self) -> float | None:
         """Apply one update and start the next window. Collective over the data axes.
@@ -258,6 +281,8 @@ class Engine:
         """Make this window's gradients final and give them to the optimizers. Idempotent; collective."""
         self._require_ready()
         if self.ledger.state is LedgerState.OPEN:
+            for optimizer, stepped in zip(self.optimizers, self._stepped, strict=True):
+                refuse_edited_groups(optimizer, stepped)
             self._hooks.release_all()
             self.ledger.close()
             self.gradient_bytes_at_step = _live_bytes(self.ledger.storages())
@@ -309,9 +334,12 @@ class Engine:
     # -- reading and writing --------------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Each trainable parameter's final gradient, full, on every rank. Collective; closes the window."""
+        """The final gradient of each parameter that is or was trainable, full, on every rank; None without one.
+
+        Collective; closes the window.
+        """
         self.close_gradients()
-        return {record.name: self.ledger.full_gradient(record) for record in self.records if record.trainable}
+        return {record.name: self.ledger.full_gradient(record) for record in self.records if record.trained}
 
     def state_dict(self, *, only_rank: int | None = None) -> dict[str, Tensor]:
         """Parameters and persistent buffers, full, on the CPU, under the plain model's names. Collective.

@@ -64,6 +64,8 @@ PRIVATE = {
         "_no_split_modules": "how Hugging Face models declare their blocks",
     },
     "strategies/zero/torch_private.py": {  # each with its reason in the file
+        "_modules": "a walk over them in each pass, without names",
+        "_parameters": "the same",
         "_backward_hooks": "the order of a tensor's hooks, which registering cannot choose",
         "torch._C": "the home of the next two",
         "torch._C._current_graph_task_id": "two backwards through one graph are told apart by nothing else",

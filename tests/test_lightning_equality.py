@@ -17,7 +17,7 @@ def test_every_stage_trains_as_one_device(name):
 
 @pytest.mark.parametrize("name", ["Tied", "Frozen", "Unused", "Built", "StepsEverySecondBatch", "BackwardOfItsOwn",
                                   "NoOptimizer", "OneGroup", "ClipsThroughLightning", "ManualDrops", "ManualBare",
-                                  "Drives"])
+                                  "Drives", "AddsGroup", "Thaws"])
 def test_a_module_as_found_trains_as_on_one_device(name):
     compare(name)
 

@@ -126,23 +126,31 @@ def test_ranks_that_skip_different_blocks_are_right_or_refused_with_unit_and_ran
 
 
 class Experts(nn.Module):
-    """In each block a rank runs one expert or all of them; the others get no gradient there."""
+    """In each block a rank runs one expert, all of them ("*") or none ("-"); the others get no gradient there.
+
+    All blocks share an input, which expert "b" alone uses: on the other ranks it has no gradient in that block.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.experts = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
 
-        def forward(self, x, name):
-            return x + sum(torch.tanh(expert(x)) for key, expert in self.experts.items() if name in (key, "*"))
+        def forward(self, x, name, shared):
+            if name == "-":
+                return x
+            return x + sum(torch.tanh(expert(x) + (shared if key == "b" else 0))
+                           for key, expert in self.experts.items() if name in (key, "*"))
 
     def __init__(self) -> None:
         super().__init__()
+        self.inlet = nn.Linear(6, 6)
         self.blocks = nn.ModuleList(Experts.Block() for _ in range(6))
 
     def forward(self, x, names):
+        x = shared = self.inlet(x)
         for block, name in zip(self.blocks, names, strict=True):
-            x = block(x, name)
+            x = block(x, name, shared)
         return x
 
 
@@ -150,14 +158,9 @@ def experts(rank, world, stage):
     torch.manual_seed(0)
     plain, held = Experts(), Experts()
     held.load_state_dict(plain.state_dict())
-    mesh = strategies.Mesh(timeout_s=20.0 if stage < 3 else 3.0)
+    mesh = strategies.Mesh(timeout_s=20.0)
     engine, optimizer = strategies.Engine(held, optimizer=sgd, zero=stage, mesh=mesh), sgd(plain.parameters())
-    chosen = ["******", "*b*aba", "**cb**"]
-    if stage == 3:
-        # One rank waits for a reduction, the other for a gather: refused within the timeout, never a wrong number.
-        with pytest.raises(CollectiveError, match=rf"rank {rank} in .*(of unit 'blocks\.\d'|vote)"):
-            engine.backward(loss_of(engine(batch(0, rank, 0), chosen[rank])))
-        return
+    chosen = ["******", "ab*aba", "-cb--*"]
     for step in range(4):
         (sum(loss_of(plain(batch(step, r, 0), chosen[(r + step) % 3])) for r in range(world)) / world).backward()
         for last in (False, True):
@@ -169,8 +172,26 @@ def experts(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_use_different_experts_of_a_block_are_right_or_refused(world, stage):
+def test_ranks_that_use_different_experts_of_a_block_or_none_equal_one_process(world, stage):
     run_ranks(world, experts, world, stage, timeout_s=30.0)
+
+
+def shared_input(rank):
+    engine, plain = engine_and_plain("structured")
+    engine.backward(loss_of(engine(batch(0, 0, 0))))  # records the order of use
+    engine.zero_grad()
+    blocks, up = engine.units[:3], []
+    assert [unit.name for unit in blocks] == ["blocks.0", "blocks.1", "blocks.2"]
+    for block in engine.module.blocks:
+        block.side.weight.register_hook(lambda _: up.append([unit.phase is not Phase.RESTING for unit in blocks]))
+    engine.backward(loss_of(engine(batch(0, 0, 0))))
+    assert up == [[False, True, True], [True, True, False], [True, False, False]]  # in use, and the one before it
+    loss_of(plain(batch(0, 0, 0))).backward()
+    assert_gradients(engine, plain)
+
+
+def test_blocks_that_share_an_input_are_freed_one_by_one_in_backward():
+    run_ranks(2, shared_input)
 
 
 def nothing_to_step(rank, stage):

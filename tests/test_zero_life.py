@@ -342,19 +342,6 @@ def test_a_plain_loss_backward_gives_the_same_numbers(stage):
     run_ranks(2, plain_backward, stage)
 
 
-def unfrozen(rank):
-    engine = strategies.Engine(make("frozen"), optimizer=adamw, zero=3)
-    train_step(engine, 0, rank)
-    engine.module.blocks[1].requires_grad_(True)
-    loss = loss_of(engine(batch(1, rank, 0)))
-    with pytest.raises(RuntimeError, match=r"blocks\.1.*frozen when the engine took"):
-        engine.backward(loss)
-
-
-def test_unfreezing_after_the_engine_took_the_model_is_refused_by_name():
-    run_ranks(2, unfrozen)
-
-
 def misuse(rank):
     engine = strategies.Engine(make("stack"), zero=2)
     with pytest.raises(RuntimeError, match="without an optimizer"):

@@ -8,6 +8,7 @@ from torch import nn
 
 from strategies.zero.torch_private import (
     after_this_backward,
+    identities,
     plain_tensor_functions,
     register_first_hook,
     running_backward,
@@ -77,3 +78,18 @@ def test_a_changed_version_makes_backward_refuse():
     set_version(weight, before)
     (weight * weight).sum().backward()
     assert torch.equal(weight.grad, torch.full((2,), 2.0))
+
+
+def test_identities_show_any_change_of_parameters_and_children():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    seen = [identities(model.modules())]
+    keep = [*model.children(), *model.parameters()]  # an identity is one only while its object lives
+    for change in (lambda: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
+                   lambda: setattr(model[0], "bias", None), lambda: setattr(model, "1", nn.Tanh()),
+                   lambda: model.append(nn.Identity()), lambda: setattr(model, "extra", nn.Parameter(torch.ones(1))),
+                   lambda: delattr(model, "extra")):
+        change()
+        keep += [*model.children(), *model.parameters()]
+        assert identities(model.modules()) not in seen[-1:]
+        seen.append(identities(model.modules()))
+    assert identities(model.modules()) == seen[-1]

@@ -28,14 +28,14 @@ def follow(optimizer: Optimizer, strategy: ZeroStrategy) -> None:
         if strategy is not None:
             strategy.zero_grad()
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(_optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         strategy = ref()
         if strategy is None or strategy.is_stepping:
             return
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise RuntimeError("optimizer.step(closure) on the bare optimizer: its closure would run after gradients "
                                "are final; fix: self.optimizers(), or call the closure and then step()")
-        strategy.before_step(optimizer)
+        strategy.before_step()
 
     def after(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         strategy = ref()

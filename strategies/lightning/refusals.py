@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch.optim import Optimizer
 
 
 def refuse_callbacks(callbacks: Sequence[Callback], *, rests_sharded: bool, masters_apart: bool) -> None:
@@ -24,9 +23,9 @@ def refuse_callbacks(callbacks: Sequence[Callback], *, rests_sharded: bool, mast
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, BaseFinetuning):
-            raise ValueError(f"callback {name}: it unfreezes parameters and gives them to the optimizer during a fit, "
-                             "after ZeroStrategy has laid out gradients and optimizer state; fix: freeze with "
-                             "requires_grad_() before fit, change it and call fit again")
+            raise ValueError(f"callback {name}: it looks the optimizer's parameters up in the module, and this rank "
+                             "steps pieces of them; fix: a hook of the module, such as on_train_epoch_start, that "
+                             "calls requires_grad_() and self.optimizers().add_param_group(...)")
         if isinstance(callback, ModelPruning):
             raise ValueError(f"callback {name}: it replaces parameters during a fit, after ZeroStrategy has sharded "
                              "them; fix: prune before or after the fit")
@@ -38,16 +37,3 @@ def refuse_callbacks(callbacks: Sequence[Callback], *, rests_sharded: bool, mast
         if masters_apart:
             raise ValueError(f"callback {name}: it writes averages into the module's bf16 parameters, which the fp32 "
                              "masters do not see; fix: precision='32-true'")
-
-
-def refuse_new_parameters(optimizer: Optimizer, pieces: frozenset[int]) -> None:
-    """Raise RuntimeError if parameters joined `optimizer` since the fit was set up: an update would miss them.
-
-    Args:
-        pieces: ids of the parameters `optimizer` was set up with.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        if not all(id(parameter) in pieces for parameter in group["params"]):
-            raise RuntimeError(f"optimizer group {number} got parameters after the fit was set up: no gradient would "
-                               "reach them; fix: return all groups from configure_optimizers, or end the fit and start "
-                               "another")

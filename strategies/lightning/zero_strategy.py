@@ -36,7 +36,7 @@ from strategies.lightning.held import held_by, hold, let_go
 from strategies.lightning.mesh_strategy import MeshStrategy
 from strategies.lightning.optimizer_calls import follow
 from strategies.lightning.precision import ZeroPrecision, plain, policy_for
-from strategies.lightning.refusals import refuse_callbacks, refuse_new_parameters
+from strategies.lightning.refusals import refuse_callbacks
 from strategies.lightning.registry import WRONG_TREE, register
 from strategies.mesh import MeshShape
 from strategies.precision import PrecisionPolicy
@@ -79,7 +79,6 @@ class ZeroStrategy(MeshStrategy):
         self._units = units
         self._prefetch_units = prefetch_units
         self._average = average_gradients
-        self._pieces: frozenset[int] = frozenset()  # ids of what the optimizer was set up with
         self._failed = False
         self._driven = False  # `drive` has run this window's backwards, and Lightning's has not been called yet
         self.is_driven = False  # `drive` has run this window's backwards, and the update has not been applied yet
@@ -195,14 +194,11 @@ class ZeroStrategy(MeshStrategy):
         if len(self.optimizers) > 1:
             raise ValueError(f"configure_optimizers returned {len(self.optimizers)} optimizers: ZeroStrategy takes "
                              "one; fix: one optimizer with several parameter groups")
-        pieces: set[int] = set()
         for optimizer in self.optimizers:
             if isinstance(optimizer, _MockOptimizer):
                 continue
             self.engine.add_optimizer(optimizer)
             follow(optimizer, self)
-            pieces.update(id(piece) for group in optimizer.param_groups for piece in group["params"])
-        self._pieces = frozenset(pieces)
 
     @MeshStrategy.optimizers.setter  # type: ignore[attr-defined]
     def optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -259,7 +255,7 @@ class ZeroStrategy(MeshStrategy):
                 result = closure()
             finally:
                 self._at_boundary = False
-            self.before_step(plain(optimizer))
+            self.before_step()
             return result
 
         self._stepping = True
@@ -275,14 +271,8 @@ class ZeroStrategy(MeshStrategy):
         """Inside `optimizer_step`."""
         return self._stepping
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Make gradients final for `optimizer`. Collective.
-
-        Raises:
-            RuntimeError: parameters joined the optimizer since the fit was set up.
-        """
-        if not isinstance(optimizer, _MockOptimizer):
-            refuse_new_parameters(optimizer, self._pieces)
+    def before_step(self) -> None:
+        """Make gradients final for the optimizer. Collective."""
         self.engine.close_gradients()
 
     def after_step(self) -> None:

@@ -1,4 +1,4 @@
-"""A flat group: the parameters of one unit that share dtype and trainability, in one buffer.
+"""A flat group: the parameters of one unit that share dtype and start trainable or frozen, in one buffer.
 
     full    [padded]   compute type. Each parameter is a view of it. ONE storage object for life: freed by resizing to 0
                        and refilled in place, because autograd's saved tensors alias it.
@@ -78,16 +78,26 @@ class FlatGroup:
         if self.frees_parameters:
             self.resting = self.axis.slice_of(self.full).clone()
         if self.trainable:
-            self.master = self._make_master(whole)
-            self.masters = self._make_master_parameters(self.master)
+            self._take_masters(whole[self._own])
         for placeholder in self._placeholders:
             placeholder.wake()
 
-    def _make_master(self, whole: Tensor) -> Tensor:
-        own = slice(self.optimizer_range.start, self.optimizer_range.stop)
+    @property
+    def _own(self) -> slice:
+        return slice(self.optimizer_range.start, self.optimizer_range.stop)
+
+    def train(self) -> None:
+        """A frozen group gets masters, from the values it computes with: a parameter of it is trainable now. Local."""
+        self.trainable = True
+        self._take_masters(self.resting if self.shards_optimizer else self.full)
+
+    def _take_masters(self, own: Tensor) -> None:
+        """`own`: the values of this rank's optimizer range, in any type."""
         if self.master_dtype != self.compute_dtype:
-            return whole[own].clone()
-        return self.resting if self.shards_optimizer else self.full[own]
+            self.master = own.to(self.master_dtype, copy=True)
+        else:
+            self.master = self.resting if self.shards_optimizer else self.full
+        self.masters = self._make_master_parameters(self.master)
 
     def _make_master_parameters(self, master: Tensor) -> dict[int, nn.Parameter]:
         """Position in the layout -> the 1-D piece of it that this rank's optimizer steps (an alias of `master`)."""
@@ -116,9 +126,18 @@ class FlatGroup:
 
     def free(self) -> None:
         """Let the parameters rest: placeholders first, then the storage."""
+        self.refuse_lost_edits()
         for placeholder in self._placeholders:
             placeholder.rest()
         self.full.untyped_storage().resize_(0)
+
+    def refuse_lost_edits(self, *, in_place: bool = True) -> None:
+        """Raise RuntimeError if a parameter was edited where the next release or update overwrites it. Awake only."""
+        apart = self.master is not None and self.master_dtype != self.compute_dtype
+        in_place = in_place and (self.frees_parameters or apart)
+        buffer = self.full.data_ptr()
+        for placeholder in self._placeholders:
+            placeholder.refuse_lost_edits(buffer, in_place=in_place)
 
     def changed(self) -> None:
         """The values are other ones now."""
@@ -157,9 +176,8 @@ class FlatGroup:
                 self.resting.copy_(self.axis.slice_of(self.full))
             if self.master is None or self.master_dtype == self.compute_dtype:
                 return
-            own = slice(self.optimizer_range.start, self.optimizer_range.stop)
-            after = self.full[own]
-            changed = after != before[own]
+            after = self.full[self._own]
+            changed = after != before[self._own]
             self.master[changed] = after[changed].to(self.master_dtype)
 
     def load(self, position: int, value: Tensor) -> None:

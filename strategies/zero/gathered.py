@@ -50,6 +50,7 @@ def gathered_records(records: Sequence[ParameterRecord], *, write: bool = True) 
 
 def _write_back(unit: Unit, copies: list[Tensor]) -> None:
     for group, copy in zip(unit.groups, copies, strict=True):
+        group.refuse_lost_edits(in_place=False)
         with torch.no_grad():
             unit.data.broadcast(group.full, what=f"edit of unit '{unit.name}'")
             group.absorb_edit(copy)

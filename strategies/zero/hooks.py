@@ -1,15 +1,20 @@
 """Hooks that move units through a forward and a backward.
 
     forward   pre-hook: gather, prefetch the next        post-hook: release (kept if backward wants it first)
-    backward  gradient of an output: gather again        gradient of an input: release
+    backward  gradient of an output: enter, gather       gradients of all inputs, or an earlier call entered: leave
               post-accumulate hook of each parameter: into the ledger
     end       release everything
 
-A unit whose inputs need no gradient has no "gradient of an input" and is released at the end. Hooks sit on the unit's
-module and on the tensors that cross its border; parameters outside any unit belong to the root, which is gathered for
-the whole forward and backward. Recomputation (activation checkpointing) runs a unit's forward inside backward: then the
-post-hook releases nothing. A backward that makes a graph itself (create_graph) releases nothing either: that graph's
-own backward has no border with hooks.
+Backward runs nodes in the reverse order of their creation. So when it enters a call it has left every call that began
+after that one ended, whether or not all inputs of those get a gradient (one shared by all blocks gets its own at the
+very end). Leaving a unit's last call releases it and starts its reduction. Entering and leaving are the same on every
+rank whose units are called alike, whichever parameters inside them a rank uses.
+
+A first unit, whose inputs need no gradient, is left at the end. Hooks sit on the unit's module and on the tensors that
+cross its border; parameters outside any unit belong to the root, which is gathered for the whole forward and backward.
+Recomputation (activation checkpointing) runs a unit's forward inside backward: then the post-hook releases nothing. A
+backward that makes a graph itself (create_graph) leaves nothing either: that graph's own backward has no border with
+hooks.
 
 The gather hook comes before, and the release hook after, the hooks that are on the module already (weight_norm computes
 the weight in one).
@@ -19,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,12 +36,29 @@ from torch import Tensor, nn
 from strategies.zero.ledger import GradientLedger
 from strategies.zero.order import UseOrder
 from strategies.zero.record import ParameterRecord
-from strategies.zero.torch_private import after_this_backward, register_first_hook, running_backward
+from strategies.zero.torch_private import (
+    after_this_backward,
+    plain_tensor_functions,
+    register_first_hook,
+    running_backward,
+)
 from strategies.zero.unit import Unit
+
+_NEVER_LEFT = -1  # the root's calls begin before all others: it stays to the end
 
 
 class StaleForwardError(RuntimeError):
     """Backward through a forward whose parameters have been changed by an update since."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """One call of a unit's module in a forward. Times count the beginnings and ends of calls."""
+
+    unit: weakref.ref[Unit]
+    version: int  # of the unit's parameters
+    began: int
+    ended: int = -1
 
 
 class UnitHooks:
@@ -43,23 +67,29 @@ class UnitHooks:
     Args:
         root: the unit that is up for a whole forward and backward, or None if every parameter is in another unit.
         prefetch_units: how many units to gather ahead.
+        look: called before a forward that makes a graph; a bound method, held weakly.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], records: Sequence[ParameterRecord], *,
-                 root: Unit | None, ledger: GradientLedger, prefetch_units: int) -> None:
+                 root: Unit | None, ledger: GradientLedger, prefetch_units: int,
+                 look: Callable[[], None]) -> None:
         self._root = root
         self._units = [unit for unit in units if unit is not root]
         self._ledger = ledger
         self._prefetch = prefetch_units
         self._order = UseOrder()
         self._in_backward = False
-        self._backward_units: set[Unit] = set()
+        self._clock = itertools.count()
+        self._calls: dict[Unit, _Call] = {}  # of each unit, the call that is running or the last one
+        self._entered: dict[Unit, _Call] = {}  # calls that backward is in
+        self._open: Counter[Unit] = Counter()  # calls whose backward is still to come
         self._depth = 0
         self._leaf_handles: list[Any] = []
         self._handles: list[Any] = []
+        self._look: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(look)
         for record in records:
             if record.trainable:
-                self._handles.append(record.parameter.register_post_accumulate_grad_hook(_grad_hook(ledger, record)))
+                self.take_gradients(record)
         for unit in self._units:
             pre, post = _unit_hooks(self, unit)
             self._handles.append(unit.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
@@ -67,6 +97,13 @@ class UnitHooks:
         pre, post = _root_hooks(self)
         self._handles.append(model.register_forward_pre_hook(pre, prepend=True))
         self._handles.append(model.register_forward_hook(post, always_call=True))
+
+    def take_gradients(self, record: ParameterRecord) -> None:
+        """The gradients of this trainable parameter go to the ledger from now on."""
+        record.trained = True
+        hook = _grad_hook(self._ledger, record)
+        with plain_tensor_functions():
+            self._handles.append(record.parameter.register_post_accumulate_grad_hook(hook))
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -86,6 +123,9 @@ class UnitHooks:
         self._depth += 1
         if self._depth == 1 and not self._in_backward:
             self._order.begin_pass()
+            look = self._look()
+            if look is not None and torch.is_grad_enabled():
+                look()
         if self._root is not None:
             self._root.wait_ready()
 
@@ -103,49 +143,57 @@ class UnitHooks:
             for ahead in self._order.after(unit, self._prefetch):
                 ahead.begin_gather()
         if torch.is_grad_enabled():
-            self._release_after_inputs(unit, inputs)
+            call = self._calls[unit] = _Call(weakref.ref(unit), unit.version, next(self._clock))
+            self._leave_after_inputs(call, inputs)
 
-    def _release_after_inputs(self, unit: Unit, inputs: Any) -> None:
-        """Release `unit` in backward when the gradients of all tensors that entered it are known."""
+    def _leave_after_inputs(self, call: _Call, inputs: Any) -> None:
+        """Leave `call` in backward when the gradients of all tensors that entered it are known."""
         graded = {id(tensor): tensor for tensor in _tensors(inputs) if tensor.requires_grad}
-        border = _InputBorder(self, unit, graded)
+        border = _InputBorder(self, call, graded)
         for key, tensor in graded.items():
-            self._watch(tensor, border.hook(key, leaf=tensor.is_leaf), first=True)
+            self._watch(tensor, border.hook(key, leaf=tensor.is_leaf))
 
-    def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None], *, first: bool = False) -> None:
-        """Call `hook` with the gradient of `tensor`.
+    def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook` with the gradient of `tensor`, before the tensor's earlier hooks.
 
-        `first`: before the tensor's other hooks. Where a unit's output is its own next input, backward must leave the
-        later call of the unit and then enter the earlier one.
+        A tensor may be the output of one call and the input of the next, or both of the same: backward meets the
+        borders in the reverse order of forward.
         """
-        handle = register_first_hook(tensor, hook) if first else tensor.register_hook(hook)
+        handle = register_first_hook(tensor, hook)
         if tensor.is_leaf:  # outlives this pass: its hooks must not pile up
             self._leaf_handles.append(handle)
 
     def after_forward(self, unit: Unit, outputs: Any) -> None:
         """`unit`'s module has returned."""
-        graded = self._gather_before_outputs(unit, outputs)
+        graded = False
+        call = self._calls.get(unit)
+        if torch.is_grad_enabled() and call is not None:
+            call.ended = next(self._clock)
+            graded = self._enter_before_outputs(call, outputs)
+        if graded and not (self._in_backward and self._open[unit]):  # else recomputed: its backward is the first call's
+            self._open[unit] += 1
         # Recomputation runs this inside backward, which needs the parameters next; and backward starts with the unit
         # that forward used last.
-        if self._in_backward or unit in self._backward_units or (graded and self._order.is_last(unit)):
+        if self._in_backward or unit in self._entered or (graded and self._order.is_last(unit)):
             return
         unit.release()
 
     def after_root_forward(self, outputs: Any) -> None:
         """The whole model has returned, or raised (`outputs` is None then)."""
-        if self._root is not None:
-            self._gather_before_outputs(self._root, outputs)
+        if self._root is not None and torch.is_grad_enabled():
+            self._enter_before_outputs(_Call(weakref.ref(self._root), self._root.version, _NEVER_LEFT,
+                                             next(self._clock)), outputs)
         self.leave_root()
 
-    def _gather_before_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Gather `unit` in backward as soon as the gradient of an output is known; whether any output has one."""
-        graded = [tensor for tensor in _tensors(outputs) if tensor.requires_grad] if torch.is_grad_enabled() else []
-        this, unit_ref, version = weakref.ref(self), weakref.ref(unit), unit.version
+    def _enter_before_outputs(self, call: _Call, outputs: Any) -> bool:
+        """Enter `call` in backward as soon as the gradient of an output is known; whether any output has one."""
+        graded = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+        this = weakref.ref(self)
 
         def needed(_grad: Tensor) -> None:
-            hooks, unit = this(), unit_ref()
-            if hooks is not None and unit is not None:
-                hooks._enter_backward(unit, version)
+            hooks = this()
+            if hooks is not None:
+                hooks._enter(call)
 
         for tensor in graded:
             self._watch(tensor, needed)
@@ -167,23 +215,40 @@ class UnitHooks:
         self._leaf_handles.clear()
         self.release_all(keep_root=self._depth > 0)  # the code around this backward may use the root again
 
-    def _enter_backward(self, unit: Unit, version: int) -> None:
-        if unit.version != version:
+    def _enter(self, call: _Call) -> None:
+        """Backward comes to `call`: gather its unit, and leave the calls that began after it."""
+        unit = call.unit()
+        if unit is None:
+            return
+        if unit.version != call.version:
             raise StaleForwardError(
                 f"backward through unit '{unit.name}' after its parameters were updated: this loss was computed before "
                 "the last engine.step(); fix: call backward before step, or compute the loss again")
-        self._backward_units.add(unit)
+        if not torch.is_grad_enabled():  # grad mode in a hook: this backward makes a graph
+            behind = [other for other in self._entered.values() if other.began > call.ended]
+            for other in sorted(behind, key=lambda other: other.began, reverse=True):
+                self._leave(other, next_unit=unit)
+        self._entered[unit] = call
         unit.wait_ready()
         for ahead in self._order.before(unit, self._prefetch):
             ahead.begin_gather()
 
-    def _leave_backward(self, unit: Unit) -> None:
-        self._backward_units.discard(unit)
-        unit.release()
+    def _leave(self, call: _Call, *, next_unit: Unit | None = None) -> None:
+        """Backward has left `call`. Nothing if it has before, or was never in it."""
+        unit = call.unit()
+        if unit is None or self._entered.get(unit) is not call:
+            return
+        del self._entered[unit]
+        self._open[unit] -= 1
+        if unit is not next_unit:
+            unit.release()
+        if self._open[unit] <= 0:
+            self._ledger.left(unit)
 
     def release_all(self, *, keep_root: bool = False) -> None:
         """Let every unit rest."""
-        self._backward_units.clear()
+        self._entered.clear()
+        self._open.clear()
         for unit in self._units:
             unit.release()
         if self._root is not None and not keep_root:
@@ -197,13 +262,13 @@ class UnitHooks:
 
 
 class _InputBorder:
-    """The tensors that entered one call of a unit: when all their gradients are known, backward has left the unit.
+    """The tensors that entered one call of a unit: when all their gradients are known, backward has left the call.
 
     Weak references throughout: the hooks live as long as the user's tensors.
     """
 
-    def __init__(self, hooks: UnitHooks, unit: Unit, keys: Iterable[int]) -> None:
-        self._hooks, self._unit = weakref.ref(hooks), weakref.ref(unit)
+    def __init__(self, hooks: UnitHooks, call: _Call, keys: Iterable[int]) -> None:
+        self._hooks, self._call = weakref.ref(hooks), call
         self._keys = frozenset(keys)
         self._waiting: set[int] = set()
         self._backward = -1  # autograd's number of the backward that `_waiting` belongs to: a graph may run twice
@@ -227,9 +292,9 @@ class _InputBorder:
         return arrived
 
     def _leave(self) -> None:
-        hooks, unit = self._hooks(), self._unit()
-        if hooks is not None and unit is not None:
-            hooks._leave_backward(unit)
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks._leave(self._call)
 
 
 def _grad_hook(ledger: GradientLedger, record: ParameterRecord) -> Callable[[Tensor], None]:

@@ -1,19 +1,26 @@
 """The gradient ledger: every gradient of every stage, precision and schedule goes through it, once.
 
     OPEN     accept() sums each arriving gradient into its unit's flat buffer, in the gradient type.
-             A unit is *flushed* - its buffer reduced over the data ranks, added to what was reduced before - when all
-             its parameters' gradients have arrived in this backward, and whatever is left at the end of backward.
+             A unit is *flushed* - its buffer reduced over the data ranks, added to what was reduced before - when
+             this backward is through with it (see below), and whatever is left at the end of backward.
              Stages 0 and 1 flush only in the window's last backward, or at close.
     CLOSED   close() has flushed the rest, agreed which parameters received a gradient anywhere, scaled the sums and
              handed each optimizer parameter a view of its gradient. Norm, clip and optimizer work on those.
     reset()  starts the next window.
 
 Flushing adds, so it is right whenever it happens: a gradient that comes after its unit was flushed (a module used
-again by reentrant recomputation) opens a new buffer and is flushed later. When to flush is a question of speed only.
-Early flushes follow one canonical order (reverse unit order), since NCCL matches collectives by order. A backward waits
-for its early flushes, so at its end every rank first flushes the units that are expected of it, with zeros where it has
-no gradient: another rank may be waiting for one inside its backward. Then one vote agrees what is left, and which units
-to expect in the next backward.
+again by reentrant recomputation) opens a new buffer and is flushed later. When to flush is a question of speed, and of
+order: early flushes must come in the same order on all ranks, among themselves (NCCL matches collectives by order) and
+among the gathers of the same backward.
+
+- Where parameters rest sharded, a unit is flushed when backward leaves its last call (`left`), with zeros where this
+  rank has no gradient.
+- Elsewhere nothing is gathered in backward, and a unit is flushed as soon as it is complete, in one canonical order
+  (reverse unit order).
+
+A backward waits for its early flushes, so at its end every rank first flushes the units that are expected of it:
+another rank may be waiting for one inside its backward. Then one vote agrees what is left, and which units to expect in
+the next backward.
 
 Gradients are taken from `param.grad` in a post-accumulate hook: the first arrival is copied (and widened) into the
 buffer, later ones are added. Alternative considered: preset `param.grad` to a view, so that autograd adds in place. It
@@ -163,7 +170,9 @@ class GradientLedger:
         self._replicate = replicate
         self._scale = scale
         self._pool = BufferPool(device)
-        self._accounts = {g: _Account(g, self._pool) for u in units for g in u.groups if g.trainable}
+        self._accounts: dict[FlatGroup, _Account] = {}
+        for group in (g for u in units for g in u.groups if g.trainable):
+            self.open_account(group)
         self._touched: set[int] = set()  # records with a gradient on this rank in this window
         self._agreed: set[int] = set()  # at close: with a gradient on any rank
         self._missing: dict[int, set[int]] = {}  # unit -> records whose gradient this backward has not brought yet
@@ -173,6 +182,10 @@ class GradientLedger:
         self._early = False
         self._in_backward = False
         self._in_flight: list[_Flight] = []
+
+    def open_account(self, group: FlatGroup) -> None:
+        """Take gradients of `group`, which is trainable now."""
+        self._accounts[group] = _Account(group, self._pool)
 
     # -- arrival --------------------------------------------------------------------------------------------------
 
@@ -185,7 +198,7 @@ class GradientLedger:
         self._require_open("backward")
         self._in_backward = True
         self._early = last
-        self._missing = {u.index: {r.index for g in u.groups if g.trainable for r in g.records} for u in self._units}
+        self._missing = {u.index: {r.index for g in u.groups for r in g.records if r.trainable} for u in self._units}
         self._round = [0] * len(self._units)
 
     def accept(self, record: ParameterRecord) -> None:
@@ -202,8 +215,17 @@ class GradientLedger:
         if not self._in_backward:
             return  # loss.backward() outside engine.backward(): flushed at the next end_backward or close
         self._missing[unit.index].discard(record.index)
-        if self._flushes_now(unit):
+        if self._flushes_now(unit) and not unit.frees_parameters:
             self._flush_ready_in_order()
+
+    def left(self, unit: Unit) -> None:
+        """Backward has left the last call of `unit`, the same on every rank: reduce it if it is gathered for each use.
+
+        Not when its gradients are complete: that differs between ranks that use different parameters of the unit, and
+        a rank that waits for a reduction would keep the others waiting for its next gather.
+        """
+        if self._in_backward and unit.frees_parameters and not self._round[unit.index]:
+            self._flush(unit)
 
     def end_backward(self) -> None:
         """Flush what is left, the same on every rank. Collective over the data axes where a unit flushes early."""

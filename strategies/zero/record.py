@@ -23,7 +23,8 @@ class ParameterRecord:
         name: its first qualified name in the model; `aliases` are the other names of the same object (tied weights).
         shape: global shape.
         dtype: type it had before the engine took it.
-        trainable: requires_grad when the engine took it.
+        trainable: requires_grad when the engine last looked.
+        trained: has been trainable while the engine held it: gradients arrive here.
         position: its index in the layout of its flat group.
     """
 
@@ -34,6 +35,7 @@ class ParameterRecord:
     dtype: torch.dtype
     trainable: bool
     aliases: tuple[str, ...] = ()
+    trained: bool = False
     unit_name: str = ""
     position: int = -1
     _unit: weakref.ref[Unit] | None = field(default=None, repr=False)

@@ -120,6 +120,8 @@ class Placeholder:
         self._view = view
         self._nothing = torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
         self._version: int | None = None  # the version of the value, while it rests
+        self._offset = view.storage_offset() * view.element_size()  # bytes
+        self._awake = -1  # the version it woke with
 
     def rest(self) -> None:
         """Take the value away."""
@@ -135,13 +137,33 @@ class Placeholder:
         if self._version is not None:
             self._set_version(self._version)
             self._version = None
+        self._awake = self._parameter._version
+
+    def refuse_lost_edits(self, buffer: int, *, in_place: bool) -> None:
+        """Raise RuntimeError if the awake parameter has other data than the view, or (`in_place`) was edited.
+
+        Args:
+            buffer: address of the buffer that the view is of.
+        """
+        if self._parameter.data_ptr() != buffer + self._offset and self._parameter.numel():
+            edit = "was given other data (by assigning .data, or by moving or converting the model)"
+        elif in_place and self._parameter._version != self._awake:
+            edit = "was edited in place outside `gathered`"
+        else:
+            return
+        record = record_of(self._parameter)
+        raise RuntimeError(
+            f"parameter '{record.name if record else '?'}' {edit} while the engine holds it, which would be "
+            "lost. Fix: edit in place inside `with strategies.gathered(parameter):`, load by engine.load_state_dict(), "
+            "choose the type by Engine(precision=...); to move or convert the model, engine.close() first")
 
     def changed(self) -> None:
         """The value is another one now: graphs that saved the old one must not run backward."""
         if self._version is not None:
             self._version += 1
         else:
-            self._set_version(self._parameter._version + 1)
+            self._awake = self._parameter._version + 1
+            self._set_version(self._awake)
 
     def _set_version(self, version: int) -> None:
         set_version(self._parameter, version)

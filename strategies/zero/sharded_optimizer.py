@@ -35,40 +35,79 @@ def shard_optimizer(optimizer: Optimizer, records: Sequence[ParameterRecord]) ->
         ValueError: see `check_optimizer`; nothing has been changed then.
     """
     check_optimizer(optimizer, records)
-    by_parameter = {id(record.parameter): record for record in records}
-    stepped: list[list[ParameterRecord]] = []
-    old_state = dict(optimizer.state)
-    new_state: list[tuple[nn.Parameter, dict[str, Any]]] = []
-    for group in optimizer.param_groups:
-        pieces = []
-        stepped.append([])
-        for parameter in group["params"]:
-            record = by_parameter[id(parameter)]
-            stepped[-1].append(record)  # frozen ones too: they keep their number in saved state, and have no piece
+    stepped = [_records_of(group, records) for group in optimizer.param_groups]
+    list_pieces(optimizer, stepped)
+    return stepped
+
+
+def shard_new_groups(optimizer: Optimizer, stepped: list[list[ParameterRecord]],
+                     records: Sequence[ParameterRecord]) -> None:
+    """Take over parameter groups that were added (`add_param_group`) since `stepped` was made, and add to it. Local.
+
+    Raises:
+        ValueError: a parameter is not the model's, or in the optimizer already.
+    """
+    if len(optimizer.param_groups) == len(stepped):
+        return
+    taken = {record for group in stepped for record in group}
+    for number in range(len(stepped), len(optimizer.param_groups)):
+        group = optimizer.param_groups[number]
+        _check_group(group, number, records)
+        ids = {id(parameter) for parameter in group["params"]}
+        twice = [record.name for record in taken if id(record.parameter) in ids]
+        if twice:
+            raise ValueError(f"optimizer group {number}: parameters {twice} are in an earlier group too; fix: one "
+                             "group each")
+        stepped.append(_records_of(group, records))
+    list_pieces(optimizer, stepped)
+
+
+def refuse_edited_groups(optimizer: Optimizer, stepped: Sequence[Sequence[ParameterRecord]]) -> None:
+    """Raise ValueError if parameters were put into a group, or taken out, by editing its list."""
+    for number, (group, group_records) in enumerate(zip(optimizer.param_groups, stepped, strict=False)):
+        expected = sum(record.position in record.group.masters for record in group_records)
+        if len(group["params"]) != expected:
+            raise ValueError(f"optimizer group {number} has {len(group['params'])} tensors, the engine gave it "
+                             f"{expected}: its list of parameters was edited; fix: optimizer.add_param_group(...)")
+
+
+def list_pieces(optimizer: Optimizer, stepped: Sequence[Sequence[ParameterRecord]]) -> None:
+    """Set each group's "params" to the pieces that its records have on this rank, with the state they came with."""
+    for group, group_records in zip(optimizer.param_groups, stepped, strict=False):
+        group["params"] = []
+        for record in group_records:
+            if not record.group.trainable:
+                continue  # frozen: no piece, and its state waits
+            state = optimizer.state.pop(record.parameter, None)
             piece = record.group.masters.get(record.position)
             if piece is None:
                 continue
-            pieces.append(piece)
-            if parameter in old_state:
-                new_state.append((piece, slice_state(record, old_state[parameter], piece)))
-        group["params"] = pieces
-    optimizer.state.clear()
-    for piece, state in new_state:
-        optimizer.state[piece] = state
-    return stepped
+            group["params"].append(piece)
+            if state is not None:
+                optimizer.state[piece] = slice_state(record, state, piece)
+
+
+def _records_of(group: dict[str, Any], records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+    """The records of a group's parameters, frozen ones too: they keep their number in saved state."""
+    by_parameter = {id(record.parameter): record for record in records}
+    return [by_parameter[id(parameter)] for parameter in group["params"]]
 
 
 def check_optimizer(optimizer: Optimizer, records: Sequence[ParameterRecord]) -> None:
     """Raise ValueError if it is not element-wise, or holds a tensor that is no parameter of the model."""
     refuse_whole_tensor(optimizer)
-    known = {id(record.parameter) for record in records}
     for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"optimizer group {number}, parameter {place} (shape {tuple(parameter.shape)}) is not a parameter "
-                    "of the model given to the engine; fix: build the optimizer from model.parameters() after the "
-                    "model has its final modules")
+        _check_group(group, number, records)
+
+
+def _check_group(group: dict[str, Any], number: int, records: Sequence[ParameterRecord]) -> None:
+    known = {id(record.parameter) for record in records}
+    for place, parameter in enumerate(group["params"]):
+        if id(parameter) not in known:
+            raise ValueError(
+                f"optimizer group {number}, parameter {place} (shape {tuple(parameter.shape)}) is not a parameter of "
+                "the model given to the engine; fix: build the optimizer from model.parameters() after the model has "
+                "its final modules")
 
 
 def refuse_whole_tensor(optimizer: Optimizer) -> None:

@@ -253,6 +253,31 @@ class BatchNormed(Plain):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
+class Thaws(Plain):
+    """Unfreezes in its second epoch what it froze, and freezes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.blocks[0].requires_grad_(True)
+            self.net.blocks[1].requires_grad_(False)
+
+
+class AddsGroup(Thaws):
+    """Gives the optimizer what it unfreezes then."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": list(self.net.blocks[0].parameters()), "lr": 3e-2})
+
+
 class Drives(Plain):
     """Cuts its batch into micro-batches and drives them itself; in plain Lightning it accumulates by hand."""
 
@@ -271,5 +296,5 @@ MODULES: dict[str, type[Plain]] = {
     cls.__name__: cls for cls in (
         Plain, Tied, Frozen, Unused, Built, PerEpoch, Logs, LooksAtGradients, ClipsItself, ClipsThroughLightning,
         StepsEverySecondBatch, BackwardOfItsOwn, NoOptimizer, OneGroup, CallsParts, Notes, Manual, ManualDrops,
-        ManualBare, BatchNormed, Drives)
+        ManualBare, BatchNormed, Drives, Thaws, AddsGroup)
 }
