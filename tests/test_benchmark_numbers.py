@@ -71,7 +71,10 @@ def test_a_row_is_the_median_of_samples_nobody_disturbed():
 def test_disturbed_samples_count_where_there_are_no_others_and_are_marked():
     (row,) = compare([sample("ddp", n, 1.0 + n, foreign_cpu=0.5) for n in range(3)], ["ddp"])
     assert (row.step_s, row.samples, row.disturbed) == (2.0, 3, 3)
-    assert "0.50*" in markdown(results({"tuned": [row]}))
+    target = Target(system="ddp", measure="state_bytes", at_most=2.0)
+    text = markdown(results({"tuned": [row]}, {"tuned": judge([row], [target], "tuned")}))
+    assert "0.50*" in text
+    assert "met* |" in text
 
 
 def test_a_system_that_failed_has_a_row_without_numbers_and_its_errors_once():

@@ -48,6 +48,11 @@ class Row:
     """The most of any sample that counts."""
 
     @property
+    def only_disturbed(self) -> bool:
+        """Whether its numbers come from disturbed samples."""
+        return self.samples > 0 and self.disturbed == self.samples
+
+    @property
     def state_multiple(self) -> float | None:
         """State over the bytes of the parameters in fp32."""
         if self.state_bytes is None or self.parameters is None:
@@ -61,6 +66,8 @@ class Verdict:
 
     target: Target
     measured: float | None
+    disturbed: bool = False
+    """Whether a system it is about has no undisturbed sample."""
 
     @property
     def met(self) -> bool | None:
@@ -94,7 +101,7 @@ def paired_ratio(samples: Sequence[Sample], base: Sequence[Sample]) -> Ratio | N
 def judge(rows: Sequence[Row], targets: Iterable[Target], allocator: str) -> list[Verdict]:
     """Each target of the systems that were run. Targets are for the tuned allocator alone."""
     by_system = {row.system: row for row in rows}
-    return [Verdict(target, _measured(target, by_system)) for target in targets
+    return [Verdict(target, _measured(target, by_system), _only_disturbed(target, by_system)) for target in targets
             if allocator == TUNED and target.system in by_system
             and (target.against is None or target.against in by_system)]
 
@@ -121,6 +128,10 @@ def _row(system: str, samples: Sequence[Sample], usable: Mapping[str, Sequence[S
         parameters=counted[0].parameters if counted else None,
         loss=counted[0].losses[-1] if counted and counted[0].losses else None,
         foreign_cpu=max((sample.foreign_cpu or 0.0 for sample in counted), default=None))
+
+
+def _only_disturbed(target: Target, rows: Mapping[str, Row]) -> bool:
+    return any(rows[name].only_disturbed for name in (target.system, target.against) if name is not None)
 
 
 def _measured(target: Target, rows: Mapping[str, Row]) -> float | None:

@@ -22,7 +22,7 @@ from framework.benchmark.meter import (
     reset_peak,
     sampled_anonymous_peak,
 )
-from framework.benchmark.trainers import make_trainer
+from framework.benchmark.trainers import make_trainer, prepare
 from framework.build import build_model, optimizer_maker
 from framework.config import BenchmarkTask, GptModel, RunConfig
 from framework.data.step_loader import MicroBatch
@@ -75,6 +75,7 @@ def run_sample(system: str, config: RunConfig, place: Place) -> dict[str, Any]:
     tokens, labels = data["tokens"][place.rank].clone(), data["labels"][place.rank].clone()
     del data
     with _process_group(place, config) if system != "nocomm" else contextlib.nullcontext():
+        prepare(system)
         _warm_libraries(config)
         before = live_storages()
         reset_peak()

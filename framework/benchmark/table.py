@@ -53,7 +53,8 @@ def as_json(results: Results) -> dict[str, Any]:
     document["rows"] = {allocator: [asdict(row) | {"tokens_per_s": _tokens_per_s(results, row)} for row in rows]
                         for allocator, rows in results.rows.items()}
     document["verdicts"] = {
-        allocator: [asdict(verdict.target) | {"measured": verdict.measured, "met": verdict.met} for verdict in verdicts]
+        allocator: [asdict(verdict.target) | {
+            "measured": verdict.measured, "met": verdict.met, "disturbed": verdict.disturbed} for verdict in verdicts]
         for allocator, verdicts in results.verdicts.items()}
     return document
 
@@ -73,8 +74,9 @@ def _target_table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         target = verdict.target
         against = "the fp32 parameters" if target.against is None else target.against
+        outcome = {True: "met", False: "missed", None: "not measured"}[verdict.met]
         lines.append([target.system, f"{MEASURES[target.measure]} against {against}", _number(verdict.measured, 2),
-                      target.bound, {True: "met", False: "missed", None: "not measured"}[verdict.met]])
+                      target.bound, outcome + "*" * verdict.disturbed])
     return aligned(["system", "measure", "measured", "target", ""], lines)
 
 
@@ -107,7 +109,7 @@ def _legend(results: Results) -> list[str]:
         "between two updates, state those of parameters, masters and optimizer. `nocomm` trains on its own rank's data "
         "alone, so its loss is another one.",
         f"foreign CPU: the most cores that anything else used during a sample's timed updates. Samples above "
-        f"{FOREIGN_CPU_LIMIT:.2f} are left out; `*` marks a system that has only such samples.",
+        f"{FOREIGN_CPU_LIMIT:.2f} are left out; `*` marks numbers of a system that has only such samples.",
     ]
 
 
@@ -128,13 +130,9 @@ def _mib(size: int | None) -> str:
 
 
 def _foreign(row: Row) -> str:
-    return NONE if row.foreign_cpu is None else f"{row.foreign_cpu:.2f}{'*' * _only_disturbed(row)}"
+    return NONE if row.foreign_cpu is None else f"{row.foreign_cpu:.2f}{'*' * row.only_disturbed}"
 
 
 def _count(row: Row) -> str:
-    left_out = 0 if _only_disturbed(row) else row.disturbed
+    left_out = 0 if row.only_disturbed else row.disturbed
     return f"{row.samples}" + (f" (-{left_out})" if left_out else "")
-
-
-def _only_disturbed(row: Row) -> bool:
-    return row.samples > 0 and row.disturbed == row.samples

@@ -52,6 +52,17 @@ def make_trainer(system: str, model: nn.Module, config: RunConfig, *, world: int
     return makers[system](model, config, world)
 
 
+def prepare(system: str) -> None:
+    """What a system sets up once per process and is not billed for: imports, and operators it compiles at first use.
+
+    Collective over the process group, which is there already.
+    """
+    if SYSTEMS[system].distribution == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+
+
 def preload() -> None:
     """Import what the systems need and what takes long to import, so that forks share it."""
     for module in ("torch.distributed.fsdp", "torch.nn.parallel", "strategies.engine"):
@@ -142,7 +153,6 @@ def _deepspeed(model: nn.Module, config: RunConfig, stage: int, world: int) -> T
     """DeepSpeed with torch's optimizer, so that the losses are everyone's; buckets and prefetch at its defaults."""
     import deepspeed
 
-    deepspeed.init_distributed("gloo")
     accumulation = config.batch.global_size // (config.batch.micro_size * world)
     optimizer: Optimizer = optimizer_maker(config.optimizer)(model)
     settings: dict[str, Any] = {
