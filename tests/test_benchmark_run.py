@@ -125,20 +125,25 @@ def test_bf16_runs_under_every_system(tmp_path):
     assert losses["nocomm"][0] == pytest.approx(losses["ddp"][0], abs=0.05)
 
 
-def test_systems_that_raise_die_or_hang_are_reported_and_the_others_run(tmp_path, capsys):
-    config = benchmark_config(systems=["ddp", "fsdp2", "zero1", "zero2"], sample_timeout_s=8.0)
+def test_systems_that_raise_or_die_are_reported_and_the_others_run(tmp_path, capsys):
+    config = benchmark_config(systems=["ddp", "fsdp2", "zero2"])
     document = run(config, tmp_path, entry="support.benchmark_samples:some_fail")
     errors = {row["system"]: row["errors"] for row in document["rows"]["tuned"]}
     assert errors["ddp"] == ["rank 1: ValueError: rank 1 has had enough"]
     assert errors["fsdp2"] == ["rank 0 was ended by SIGKILL"]
-    assert errors["zero1"] == ["no result within 8 s; every rank's stack is in the log"]
     assert errors["zero2"] == []
     assert "- `ddp` failed: rank 1: ValueError: rank 1 has had enough" in (tmp_path / "benchmark.md").read_text()
-    assert json.loads((tmp_path / "summary.json").read_text())["failed_samples"] == 3
+    assert json.loads((tmp_path / "summary.json").read_text())["failed_samples"] == 2
     log = (tmp_path / "logs" / "samples_tuned.log").read_text()
-    assert "in some_fail" in log  # the stack of the rank that hung
     assert "and says so at length" in log
     assert "ddp: failed: rank 1: ValueError" in capsys.readouterr().out
+
+
+def test_a_system_that_hangs_is_ended_and_its_stacks_are_kept(tmp_path):
+    config = benchmark_config(systems=["zero1"], sample_timeout_s=4.0)
+    with pytest.raises(RuntimeError, match="no result within 4 s; every rank's stack is in the log"):
+        run(config, tmp_path, entry="support.benchmark_samples:one_hangs")
+    assert "in one_hangs" in (tmp_path / "logs" / "samples_tuned.log").read_text()
 
 
 def test_failed_samples_are_tried_again(tmp_path):

@@ -88,8 +88,7 @@ class _Sample:
             self.ranks = {self._fork(rank, server): rank for rank in range(self.world)}
             timed_out = not self._reap(time.monotonic() + timeout_s, until_failure=True)
             if timed_out:
-                self._signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the log
-                time.sleep(0.2)
+                self._log_stacks()
             elif len(self.ended) < self.world:
                 self._reap(time.monotonic() + LAST_WORDS_S, until_failure=False)
             ended = dict(self.ended)
@@ -143,6 +142,14 @@ class _Sample:
             if left_s <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left_s) is None:
                 return False
         return True
+
+    def _log_stacks(self) -> None:
+        """One rank after the other: they share the log."""
+        for pid, rank in self.ranks.items():
+            if rank not in self.ended:
+                print(f"{self.system}, rank {rank}, when its time was up:", file=sys.stderr, flush=True)
+                os.kill(pid, signal.SIGUSR1)  # faulthandler writes the stack of every thread
+                time.sleep(0.2)
 
     def _signal(self, signum: signal.Signals) -> None:
         for pid, rank in self.ranks.items():
