@@ -114,6 +114,7 @@ class Communicator:
         """Fill `full` [size * n] from every member's own slice, which must already stand in place."""
         if self.size == 1:
             return Pending()
+        full = _real(full)
         own = self.slice_of(full)
         entry = self._started(tag)
         if not self._pairwise:
@@ -133,6 +134,7 @@ class Communicator:
         `out` may be this rank's slice of `full` itself. With `accumulate` the sum is added to what `out` holds.
         `full` must not be written before `wait` returns.
         """
+        full, out = _real(full), _real(out)
         own = self.slice_of(full)
         if self.size == 1:
             if accumulate:
@@ -186,7 +188,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, *, what: Tag | str, source: int = 0) -> None:
         """Copy member `source`'s contiguous tensor to all members, in place. `what` names it in errors."""
         if self.size > 1:
-            self._guarded(what, lambda: dist.broadcast(tensor, group=self._group, group_src=source))
+            self._guarded(what, lambda: dist.broadcast(_real(tensor), group=self._group, group_src=source))
 
     def sum(self, values: Tensor, *, what: str) -> Tensor:
         """The sum over members of a short tensor, added in rank order: bit-equal on every rank."""
@@ -247,3 +249,8 @@ class Communicator:
         except RuntimeError as error:
             raise entry.error(error) from error
         entry.finished()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: messages and sums know no complex ones."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

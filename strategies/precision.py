@@ -37,7 +37,8 @@ class PrecisionPolicy:
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Type a parameter of `dtype` has in forward and backward."""
-        return self.compute if self.compute is not None else self.master_dtype(dtype)
+        narrow = self.compute is not None and not dtype.is_complex  # there is no complex bf16
+        return self.compute if narrow else self.master_dtype(dtype)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Type the gradient of a parameter of `dtype` is summed in."""

@@ -31,7 +31,7 @@ def clip_by_norm(pieces: Sequence[nn.Parameter], norm: Tensor, max_norm: float) 
     """Scale gradients so that their norm is at most `max_norm` (torch.nn.utils.clip_grad_norm_'s formula)."""
     grads = [piece.grad for piece in pieces if piece.grad is not None]
     if grads:
-        clip_grads_with_norm_(pieces, max_norm, norm.to(grads[0].dtype))
+        clip_grads_with_norm_(pieces, max_norm, norm.to(grads[0].dtype.to_real()))
 
 
 def clip_by_value(pieces: Sequence[nn.Parameter], limit: float) -> None:

@@ -63,7 +63,7 @@ def make_records(model: nn.Module) -> list[ParameterRecord]:
     """One record per parameter object of `model`, in `named_parameters` order.
 
     Raises:
-        ValueError: a parameter is uninitialised (lazy), complex, or on the meta device.
+        ValueError: a parameter is uninitialised (lazy), of whole numbers, or on the meta device.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -82,6 +82,6 @@ def _refuse_unsupported(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_meta:
         raise ValueError(f"parameter '{name}' is on the meta device; fix: model.to_empty(device=...) and initialise it "
                          "before the engine")
-    if not parameter.is_floating_point():
-        raise ValueError(f"parameter '{name}' has dtype {parameter.dtype}; allowed are real floating types; "
-                         "fix: keep the real and imaginary parts as two parameters, or make it a buffer")
+    if not parameter.is_floating_point() and not parameter.is_complex():
+        raise ValueError(f"parameter '{name}' has dtype {parameter.dtype}; allowed are floating and complex types; "
+                         "fix: make it a buffer")
