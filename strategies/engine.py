@@ -94,10 +94,12 @@ class Engine:
                 if record_of(parameter) is not None:
                     raise ValueError("model: it is already held by an engine; fix: close() that one, or build another "
                                      "model")
+        self._own_mesh = False
         if mesh is None:
             device = default_device()
             ensure_process_group(device=device, timeout_s=timeout_s)
             mesh = Mesh(device=device, timeout_s=timeout_s)
+            self._own_mesh = True
         self.mesh = mesh
         self.module = model
         self.optimizers: list[Optimizer] = []
@@ -236,9 +238,13 @@ class Engine:
         finally:
             self._hooks.end_backward()
 
-    def _require_ready(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the engine is closed: the model is plain torch again; fix: a new Engine")
+            raise RuntimeError("the engine is closed: the model is plain torch again, to be read as such; fix: read "
+                               "optimizer state before close(), train with a new Engine")
+
+    def _require_ready(self) -> None:
+        self._require_open()
         self._look()
 
     def _look(self) -> None:
@@ -347,6 +353,7 @@ class Engine:
         Trained parameters come from the masters, in the type the model came in. Tied names share one tensor. With
         `only_rank` the other ranks hold one unit at a time and get an empty dict.
         """
+        self._require_open()
         wanted = only_rank is None or self.mesh.rank == only_rank
         by_name = {}
         for unit in self.units:
@@ -404,6 +411,7 @@ class Engine:
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Full state of an optimizer (default: the first) in torch's own form, on every rank. Collective."""
+        self._require_open()
         chosen = optimizer if optimizer is not None else self.optimizers[0]
         return full_state(chosen, self._groups_of(chosen), control=self.mesh.control)
 
@@ -444,7 +452,7 @@ class Engine:
     def close(self) -> None:
         """Give the model back as plain torch: hooks gone, every parameter whole and in its own type. Collective.
 
-        Another engine may take the model then. This one can still be read (`state_dict`), not trained.
+        Another engine may take the model then. A mesh that the engine made goes too.
         """
         if self._closed:
             return
@@ -459,6 +467,8 @@ class Engine:
         for record in self.records:
             forget(record.parameter)
         self._hooks.remove()
+        if self._own_mesh:
+            self.mesh.close()
 
 
 _SAVED_PARAMETER = (

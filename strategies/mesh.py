@@ -119,6 +119,16 @@ class Mesh:
         """A number for one engine, equal on all ranks: part of its messages' tags."""
         return next(self._engines)
 
+    def close(self) -> None:
+        """Destroy the process groups made here, after which nothing moves. Collective over the world; idempotent."""
+        made = [group for group in self._made.values() if group is not dist.GroupMember.NON_GROUP_MEMBER]
+        self._made = {}
+        if made:
+            self.world.barrier(what="closing the mesh")  # nobody waits for a message of these groups any more
+        for group in made:
+            dist.destroy_process_group(group)
+        self.journal.close()
+
     def _communicator(self, name: str, axes: tuple[str, ...], *, backend: str | None = None,
                       device: torch.device | None = None, own: bool = False) -> Communicator:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
