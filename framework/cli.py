@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from framework import help_text, overrides
 from framework.composition import CONFIG_NAME, HYDRA_VERSION_BASE, Composer, conf_dir, parse_arguments, plain_tree
-from framework.config import AUTO, BenchmarkTask, RunConfig
+from framework.config import AUTO, BenchmarkTask, DoctorTask, RunConfig
 from framework.environment import worker_environment
 from framework.failure import JobFailed
 from framework.machine import Machine, launched_processes, this_machine
@@ -73,7 +73,9 @@ def compose_argv(argv: Sequence[str]) -> tuple[RunConfig, list[Resolution]]:
 
 
 def label(config: RunConfig, choices: Mapping[str, Any]) -> str:
-    """What an automatically named run folder says beside the time: `gpt2_nano_stage3`, `gpt2_benchmark`."""
+    """What an automatically named run folder says beside the time: `gpt2_nano_stage3`, `gpt2_benchmark`, `doctor`."""
+    if isinstance(config.task, DoctorTask):  # it reads neither model nor stage
+        return config.task.name
     what = "benchmark" if isinstance(config.task, BenchmarkTask) else f"stage{config.zero.stage}"
     return f"{choices.get('model', config.model.name)}_{what}"
 

@@ -80,6 +80,13 @@ class BenchmarkTask:
 
 
 @dataclass
+class DoctorTask:
+    """Look at this machine and environment, measure, and compare the engine with one process."""
+
+    name: str = knob("which task", choices=("doctor",))
+
+
+@dataclass
 class GptModel:
     """A decoder-only transformer with the architecture and parameter layout of Hugging Face GPT2LMHeadModel."""
 
@@ -304,7 +311,7 @@ class Log:
 class RunConfig:
     """One run, whole. `load` in framework/schema.py makes it from a composed tree."""
 
-    task: TrainTask | EvaluateTask | GenerateTask | BenchmarkTask
+    task: TrainTask | EvaluateTask | GenerateTask | BenchmarkTask | DoctorTask
     model: GptModel
     dataset: StdlibDataset | TextDataset | TokensDataset | HfDataset | SyntheticDataset
     parallel: Parallel
@@ -323,7 +330,7 @@ class RunConfig:
 # Groups whose options take different keys: `name` in the YAML picks the dataclass.
 VARIANTS: dict[str, dict[str, type]] = {
     "task": {"train": TrainTask, "evaluate": EvaluateTask, "generate": GenerateTask,
-             "benchmark": BenchmarkTask},
+             "benchmark": BenchmarkTask, "doctor": DoctorTask},
     "model": {"gpt2": GptModel},
     "dataset": {"stdlib": StdlibDataset, "text": TextDataset, "tokens": TokensDataset, "hf": HfDataset,
                 "synthetic": SyntheticDataset},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.config import BenchmarkTask, EvaluateTask, GenerateTask, RunConfig
+from framework.config import BenchmarkTask, DoctorTask, EvaluateTask, GenerateTask, RunConfig
 from framework.resolve import Resolution
 from framework.run_folder import RunFolder
 from framework.tasks.session import open_session
@@ -21,6 +21,11 @@ def run_task(config: RunConfig, *, folder: RunFolder, launch_dir: Path, resoluti
         from framework.tasks.benchmark import benchmark
 
         benchmark(config, config.task, folder=folder, launch_dir=launch_dir)
+        return
+    if isinstance(config.task, DoctorTask):
+        from framework.tasks.doctor import examine
+
+        examine(config, folder=folder)
         return
     with open_session(config, folder=folder, launch_dir=launch_dir, resolutions=resolutions) as session:
         if isinstance(config.task, EvaluateTask):

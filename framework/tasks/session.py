@@ -111,30 +111,40 @@ def open_session(config: RunConfig, *, folder: RunFolder, launch_dir: Path,
         ValueError: ranks read different data, or settings do not fit the data.
     """
     started_s = time.monotonic()
+    with connected(config) as device, screen() as progress:
+        with _first_rank_of_a_node_first():
+            source = prepare(config.dataset, vocab_size=config.model.vocab_size,
+                             max_seq_len=config.model.max_seq_len, seed=config.seed, base=launch_dir,
+                             scratch=folder.path, notify=progress.notify)
+        source = _with_tokenizer_of_weights(source, config, scratch=folder.path)
+        for notice in source.notices:
+            progress.say(notice)
+        mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=config.trainer.timeout_s)
+        _require_same_data(mesh, source)
+        torch.manual_seed(config.seed * 1_000_003 + mesh.rank)  # dropout: another stream on every rank
+        yield Session(config, folder, resolutions, progress, mesh, source,
+                      build_model(config.model, seed=config.seed), started_s)
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig) -> Iterator[torch.device]:
+    """The process group, and the device this rank computes on. Collective over the world."""
     torch.set_num_threads(_resolved(config.trainer.threads))
     device = torch.device("cpu")
     if config.trainer.accelerator == "gpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    timeout_s = config.trainer.timeout_s
-    made_group = ensure_process_group(device=device, timeout_s=timeout_s)
-    first = int(os.environ.get("RANK", "0")) == 0
+    made_group = ensure_process_group(device=device, timeout_s=config.trainer.timeout_s)
     try:
-        with Progress() if first else Progress(stream=io.StringIO(), live=False) as progress:
-            with _first_rank_of_a_node_first():
-                source = prepare(config.dataset, vocab_size=config.model.vocab_size,
-                                 max_seq_len=config.model.max_seq_len, seed=config.seed, base=launch_dir,
-                                 scratch=folder.path, notify=progress.notify)
-            source = _with_tokenizer_of_weights(source, config, scratch=folder.path)
-            for notice in source.notices:
-                progress.say(notice)
-            mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=timeout_s)
-            _require_same_data(mesh, source)
-            torch.manual_seed(config.seed * 1_000_003 + mesh.rank)  # dropout: another stream on every rank
-            yield Session(config, folder, resolutions, progress, mesh, source,
-                          build_model(config.model, seed=config.seed), started_s)
+        yield device
     finally:
         if made_group:
             dist.destroy_process_group()
+
+
+def screen() -> Progress:
+    """The terminal on rank 0, nowhere on the others."""
+    first = int(os.environ.get("RANK", "0")) == 0
+    return Progress() if first else Progress(stream=io.StringIO(), live=False)
 
 
 @contextlib.contextmanager

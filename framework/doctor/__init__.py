@@ -1,0 +1,1 @@
+"""What `task=doctor` looks at, one topic a file."""
