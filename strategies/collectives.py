@@ -39,7 +39,8 @@ class Tag:
     sequence: int
     label: str  # for people: the unit's name
 
-    OPERATIONS: ClassVar[tuple[str, ...]] = ("gather", "reduce", "replicate", "start", "publish", "edit")
+    OPERATIONS: ClassVar[tuple[str, ...]] = ("gather", "reduce", "replicate", "start", "publish", "edit",
+                                             "read")
 
     def number(self) -> int:
         """A non-negative 31-bit message tag: 3 bits engine, 13 bits unit, 3 bits operation, 12 bits round."""
@@ -80,7 +81,7 @@ class Pending:
                 self._works[0].wait()
                 self._works.pop(0)
         except RuntimeError as error:
-            raise entry.error(error) from error
+            raise entry.error(error) from None
         entry.finished()
 
 
@@ -247,7 +248,7 @@ class Communicator:
         try:
             call()
         except RuntimeError as error:
-            raise entry.error(error) from error
+            raise entry.error(error) from None
         entry.finished()
 
 

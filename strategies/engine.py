@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.in_step import Batch, agree, in_step
 from strategies.mesh import Mesh, default_device, ensure_process_group
 from strategies.precision import PrecisionPolicy
 from strategies.zero.clip import clip_by_norm, clip_by_value, global_norm
@@ -337,6 +338,22 @@ class Engine:
         """Set evaluation mode."""
         return self.train(False)
 
+    # -- ranks that differ ---------------------------------------------------------------------------------------
+
+    def agree(self, flag: bool) -> bool:
+        """Whether every data rank says True: for decisions all must take alike (stop, save, skip). Collective.
+
+        `not engine.agree(not flag)` is whether any rank says True.
+        """
+        return agree(flag, control=self.mesh.control)
+
+    def in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's batches for as long as every data rank has one. Collective before each batch.
+
+        Ranks with more stop with the others; the log says how many batches there were and who had more.
+        """
+        return in_step(batches, control=self.mesh.control)
+
     # -- reading and writing --------------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor | None]:
@@ -372,7 +389,7 @@ class Engine:
         for group in unit.groups:
             wide = group.master is not None and group.master_dtype != group.compute_dtype
             with contextlib.nullcontext() if wide else unit.pinned():
-                flat = group.whole_master(tag=unit.tag("gather")) if wide else group.full
+                flat = group.whole_master(tag=unit.tag("read")) if wide else group.full
                 for position, record in enumerate(group.records):
                     value = flat[group.layout.span(position)].detach().view(record.shape)
                     yield record, value.to(record.dtype, copy=True)

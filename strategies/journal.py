@@ -5,7 +5,7 @@ Every collective is entered here, whichever way it moves its data:
     entry = journal.started(tag, axis, members)     # about a microsecond; nothing is formatted
     entry.waiting()                                 # from here on this rank blocks in it
     entry.finished()
-    raise entry.error(error) from error             # instead of `finished`: it failed, or the timeout has passed
+    raise entry.error(error) from None              # instead of `finished`: it failed, or the timeout has passed
 
 Only the last entries of each axis are kept. `peers.py` carries them, with the line each rank is at, to a rank that
 asks: past the timeout for the error, at half of it for a warning in the log (logger "strategies").
@@ -209,15 +209,16 @@ def _doing(state: dict[str, Any] | None) -> str:
 def _meaning(absent: Sequence[int], states: Mapping[int, dict[str, Any]]) -> str:
     """One sentence on the likely cause, with what to do."""
     silent = [rank for rank in absent if rank not in states]
-    elsewhere = [rank for rank in absent if rank in states and states[rank]["blocked"] is not None]
-    busy = [rank for rank in absent if rank in states and rank not in elsewhere]
     if silent:
         return f"The cause is on {_ranks(silent)}: its own output says more."
-    if elsewhere:
+    waiting = [rank for rank in absent if states[rank]["blocked"] is not None]
+    idle = [rank for rank in (absent if len(waiting) < len(absent) else states) if states[rank]["blocked"] is None]
+    if not idle:
         return ("The ranks have diverged: each waits for the other in another collective. All ranks have to make the "
                 "same collective calls in the same order: the same number of steps, no call inside `if rank == 0`.")
-    return (f"{_ranks(busy)} did not come: slow or stuck at that line, or past its last step. All ranks have to make "
-            "this call (no `if rank == 0` around it, as many steps on each); raise timeout_s if it is slow.")
+    chain = "" if idle[0] in absent else f"{_ranks(absent)} waits in turn. "
+    return (f"{chain}{_ranks(idle)} did not come: slow or stuck at that line, or past its last step. All ranks have to "
+            "make this call (no `if rank == 0` around it, as many steps on each); raise timeout_s if it is slow.")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -150,7 +150,7 @@ class Mesh:
         try:
             group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            raise entry.error(error) from error
+            raise entry.error(error) from None
         entry.finished()
         return group
 

@@ -1,7 +1,7 @@
 """Asking the other ranks where they are when collectives no longer answer: through the store they all met in.
 
-A rank that wants to know raises the number under `asked`; each rank's watcher thread looks at it twice a second and
-writes its rank's state under its own key. So nothing is sent in a run that does not hang, and a rank asleep in its
+A rank that wants to know raises the number under `asked`; each rank's watcher thread looks at it up to twice a second
+and writes its rank's state under its own key. So nothing is sent in a run that does not hang, and a rank asleep in its
 data loader, or in an endless loop, answers all the same. A rank that holds the interpreter in C code does not.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-LOOK_S = 0.5  # between two looks of a watcher
-ANSWER_LIMIT_S = 2.5  # how long a rank that asks waits for the others
+LEAST_LOOK_S, MOST_LOOK_S = 0.5, 2.0  # between two looks of a watcher
+LOOKS_PER_S = 1000  # at the store, of all ranks together
 POLL_S = 0.05
 
 
@@ -45,6 +45,7 @@ class Peers:
         self._world_size = world_size
         self._watched = weakref.ref(watched)
         self._answered = 0
+        self._look_s = min(MOST_LOOK_S, max(LEAST_LOOK_S, world_size / LOOKS_PER_S))
         group = dist.group.WORLD
         assert group is not None
         store = group.get_group_store().clone()  # a connection of its own: the group's may be in use for minutes
@@ -52,17 +53,17 @@ class Peers:
         # The n-th mesh of this rank is the n-th of every rank: meshes are made by all ranks together.
         self._store = dist.PrefixStore(str(prefix.add(f"meshes/{rank}", 1)), prefix)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop), daemon=True,
-                                        name="shardlight-peers")
+        self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop, self._look_s),
+                                        daemon=True, name="shardlight-peers")
         self._thread.start()
         # Before the interpreter goes: a thread that comes back from C code later is ended in the middle of it.
         atexit.register(_close, weakref.ref(self))
 
-    def ask(self, limit_s: float = ANSWER_LIMIT_S) -> dict[int, dict[str, Any]]:
-        """The state of every other rank that answers in time. Answers others meanwhile."""
+    def ask(self) -> dict[int, dict[str, Any]]:
+        """The state of every other rank that answers within a few looks of its watcher. Answers others meanwhile."""
         states: dict[int, dict[str, Any]] = {}
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + 2 * self._look_s + 1.5
         try:
             number = self._store.add("asked", 1)
             while missing and time.monotonic() < deadline_s:
@@ -102,7 +103,7 @@ class Peers:
     def close(self) -> None:
         """End the watcher. Idempotent."""
         self._stop.set()
-        self._thread.join(timeout=ANSWER_LIMIT_S)
+        self._thread.join(timeout=2 * MOST_LOOK_S)
 
     def __del__(self) -> None:
         stop = getattr(self, "_stop", None)  # absent where the constructor failed
@@ -110,8 +111,8 @@ class Peers:
             stop.set()
 
 
-def _watch(reference: weakref.ref[Peers], stop: threading.Event) -> None:
-    while not stop.wait(LOOK_S):
+def _watch(reference: weakref.ref[Peers], stop: threading.Event, look_s: float) -> None:
+    while not stop.wait(look_s):
         peers = reference()
         if peers is None or not peers.look():
             return

@@ -1,12 +1,14 @@
 """Whoever dies, the job ends within seconds, says why once, and leaves no process behind."""
 
 import json
+import re
 import signal
 
 import psutil
 import pytest
 
 from support.jobs import started_job, wait_until
+from support.launch_tasks import STALL_TIMEOUT_S
 
 
 @pytest.fixture
@@ -44,6 +46,24 @@ def test_a_killed_rank_ends_the_job_and_is_named(run_dir, victim):
     assert "SIGKILL" in output
     assert (summary_of(run_dir)["error"]["rank"], summary_of(run_dir)["error"]["type"]) == (victim, "SIGKILL")
     assert seconds < 5
+
+
+def test_a_stalled_rank_ends_the_job_with_its_line_and_who_waits_for_it(run_dir):
+    with started_job("stalls_in_its_data_on_rank_1", folder=run_dir) as job:
+        job.wait_for_ranks()
+        job.process.wait(timeout=STALL_TIMEOUT_S + 8)
+        code, output, _ = job.end()
+    assert code == 1
+    assert output.count("Traceback") == 1
+    assert "Rank 0 failed" in output
+    error = summary_of(run_dir)["error"]
+    assert (error["rank"], error["type"]) == (0, "CollectiveError")
+    assert error["message"] in output
+    assert error["message"].startswith("rank 0 in gather of unit '")
+    assert re.search(r"rank 0 is at \S*launch_tasks\.py:\d+ in stalls_in_its_data_on_rank_1: `engine\.backward\(",
+                     error["message"])
+    assert re.search(r"rank 1 is at \S*launch_tasks\.py:\d+ in stalls_in_its_data_on_rank_1: `time\.sleep\(300\)`",
+                     error["message"])
 
 
 def test_a_rank_that_exits_without_a_word_is_named_with_its_code(run_dir):

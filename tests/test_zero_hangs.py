@@ -74,7 +74,7 @@ def one_saves_alone(rank, stage, call):
 
 @pytest.mark.parametrize(
     ("stage", "call", "operation"),
-    [(3, "state_dict", r"gather of unit '\w+' \(round \d+\)"),
+    [(3, "state_dict", r"read of unit '\w+' \(round \d+\)"),
      (1, "optimizer_state_dict", r"'optimizer state of '0\.weight''")])
 def test_a_call_that_only_one_rank_makes_names_the_absent_rank_and_both_lines(stage, call, operation):
     """C05: saving inside `if rank == 0`."""
@@ -116,6 +116,32 @@ def test_of_three_ranks_the_one_that_is_missing_is_waited_for():
         assert re.search(r"rank 2 is at \S+ in (stay|others_wait): .*in no collective", said)
 
 
+def replicas(rank):
+    """Rank 3 is asleep; rank 2 waits for it on data_shard; ranks 0 and 1 wait for those two on data_replicate."""
+    dist.barrier()
+    mesh = strategies.Mesh(strategies.MeshShape(data_replicate=2, data_shard=2), timeout_s=TIMEOUT_S)
+    if rank == 3:
+        return stay()
+
+    def talk():
+        mesh.data_shard.barrier(what="in the group")
+        mesh.data_replicate.barrier(what="between groups")
+
+    text, _ = message_of(talk)
+    time.sleep(1.5)  # as long as the others may ask where this one is
+    return text
+
+
+def test_a_rank_that_waits_in_turn_is_not_the_cause():
+    said = run_ranks(4, replicas)
+    assert re.match(r"rank 0 in 'between groups', call \d+ on axis data_replicate: ", said[0])
+    assert "for rank 2 " in said[0].splitlines()[0]
+    assert re.search(r"rank 2 is at .*(waits in|given up on) 'in the group', call \d+ on axis data_shard", said[0])
+    assert re.search(r"rank 2 waits in turn. rank 3 did not come", said[0])
+    assert "for rank 3 " in said[2].splitlines()[0]
+    assert "\n  rank 3 did not come" in said[2]
+
+
 def one_skips_a_step(rank):
     engine = made(3)
 
@@ -136,7 +162,7 @@ def test_a_rank_that_is_past_its_last_step_is_named():
 
 
 def two_ways_part(rank):
-    """Rank 0 saves between two steps, and its gathers are taken for those of rank 1's forward."""
+    """Rank 0 saves between two steps; rank 1 is in its next forward."""
     engine = made(3)
     step(engine)
 
@@ -152,11 +178,13 @@ def two_ways_part(rank):
 
 
 def test_ranks_that_wait_in_different_collectives_are_told_that_they_diverged():
-    for rank, said in enumerate(run_ranks(2, two_ways_part)):
-        mine, _, theirs = re.search(rf"rank {rank} in (.*?), call .*rank {1 - rank} is at .*?"
-                                    r"(waits in|has given up on) (.*?), call ", said, re.DOTALL).groups()
-        assert mine != theirs
+    saving, stepping = run_ranks(2, two_ways_part)
+    for rank, said, mine, theirs in ((0, saving, "read", "gather"), (1, stepping, "gather", "read")):
+        assert said.startswith(f"rank {rank} in {mine} of unit '0' ")
+        assert re.search(rf"rank {1 - rank} is at .*(waits in|given up on) {theirs} of unit '0' ", said)
         assert "The ranks have diverged" in said
+    assert re.search(r"rank 0 is at \S+ in part: `engine\.state_dict\(\)`", saving)
+    assert re.search(r"rank 1 is at \S+ in step: `engine\.backward\(engine\(", saving)
 
 
 def gather_against_reduce(rank):

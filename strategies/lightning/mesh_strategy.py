@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
 
+from strategies.in_step import kept_in_step
 from strategies.mesh import Mesh, MeshShape
 
 
@@ -92,6 +93,10 @@ class MeshStrategy(ParallelStrategy):
             dist.init_process_group(backend, rank=self.global_rank, world_size=self.world_size,
                                     timeout=timedelta(seconds=self._timeout_s))
         self._mesh = Mesh(self._shape, device=self.root_device, timeout_s=self._timeout_s)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """All ranks stop at the same batch, whatever each has. Collective over the data axes."""
+        return kept_in_step(dataloader, control=self.mesh.control)
 
     # -- talk between ranks ---------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from strategies.engine import Engine
 from strategies.lightning.held import held_by, hold, let_go
 from strategies.lightning.mesh_strategy import MeshStrategy
 from strategies.lightning.optimizer_calls import follow
+from strategies.lightning.plateau import follow_the_mean
 from strategies.lightning.precision import ZeroPrecision, plain, policy_for
 from strategies.lightning.refusals import refuse_callbacks
 from strategies.lightning.registry import WRONG_TREE, register
@@ -199,6 +200,8 @@ class ZeroStrategy(MeshStrategy):
                 continue
             self.engine.add_optimizer(optimizer)
             follow(optimizer, self)
+        for config in self.lr_scheduler_configs:
+            follow_the_mean(config.scheduler, control=self.mesh.control)
 
     @MeshStrategy.optimizers.setter  # type: ignore[attr-defined]
     def optimizers(self, optimizers: list[Optimizer]) -> None:

@@ -101,21 +101,24 @@ class Unit:
 
     def keep(self) -> None:
         """Gather and stay gathered: the unit becomes a plain module again. Collective over the axis."""
-        self.wait_ready()
+        self.wait_ready("read")
         self._pins += 1
 
-    def begin_gather(self) -> None:
-        """Start the gather of a resting unit; otherwise nothing (prefetch and demand may both ask)."""
+    def begin_gather(self, operation: str = "gather") -> None:
+        """Start the gather of a resting unit; otherwise nothing (prefetch and demand may both ask).
+
+        `operation` names what for in the tags: a "read" outside the model's passes never meets another rank's "gather".
+        """
         if self.phase is not Phase.RESTING:
             return
         self.phase = Phase.GATHERING
         self.num_gathers += 1
         # One tag, hence one round, per group: groups of a unit must not be told apart by size alone.
-        self._pending = [group.begin_gather(tag=self.tag("gather")) for group in self.groups]
+        self._pending = [group.begin_gather(tag=self.tag(operation)) for group in self.groups]
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, operation: str = "gather") -> None:
         """Gather if needed and return with the parameters attached."""
-        self.begin_gather()
+        self.begin_gather(operation)
         if self.phase is Phase.READY:
             return
         for pending in self._pending:
@@ -140,7 +143,7 @@ class Unit:
         """Keep the unit READY inside the block. Collective over the axis when it rests."""
         self._pins += 1
         try:
-            self.wait_ready()
+            self.wait_ready("read")
             yield
         finally:
             self._pins -= 1

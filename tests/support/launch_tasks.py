@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+STALL_TIMEOUT_S = 3.0
 RANK_FILE = "rank_{}.json"
 
 
@@ -83,6 +84,47 @@ def deaf_in_c(config: Any, *, folder: Any, launch_dir: Path, resolutions: Any) -
             time.sleep(0.05)
         os._exit(7)
     _wait_for_peer()
+
+
+def stalls_in_its_data_on_rank_1(config: Any, *, folder: Any, launch_dir: Path, resolutions: Any) -> None:
+    """After one update, rank 1 never comes back from its data."""
+    import torch
+
+    import strategies
+
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports for seconds
+    _join()
+    _barrier()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    mesh = strategies.Mesh(timeout_s=STALL_TIMEOUT_S)
+    engine = strategies.Engine(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), zero=3, mesh=mesh)
+    for step in range(2):
+        if step == 1:
+            folder.write_json(RANK_FILE.format(rank()), {"pid": os.getpid()})
+        if step == 1 and rank() == 1:
+            time.sleep(300)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+
+
+def doctor_on_a_broken_engine(config: Any, *, folder: Any, launch_dir: Path, resolutions: Any) -> None:
+    """task=doctor where sums over ranks come out one and a half times too large."""
+    from dataclasses import replace
+
+    from framework.config import DoctorTask
+    from framework.tasks.run import run_task
+    from strategies.collectives import Communicator
+
+    reduce = Communicator.reduce_scatter
+
+    def wrong(self: Any, full: Any, out: Any, **options: Any) -> Any:
+        pending = reduce(self, full, out, **options)
+        pending.wait()
+        out.mul_(1.5)
+        return pending
+
+    Communicator.reduce_scatter = wrong
+    run_task(replace(config, task=DoctorTask(name="doctor")), folder=folder, launch_dir=launch_dir)
 
 
 def light_wait(config: Any, *, folder: Any, launch_dir: Path, resolutions: Any) -> None:
