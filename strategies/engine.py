@@ -338,20 +338,12 @@ class Engine:
         """Set evaluation mode."""
         return self.train(False)
 
-    # -- ranks that differ ---------------------------------------------------------------------------------------
-
     def agree(self, flag: bool) -> bool:
-        """Whether every data rank says True: for decisions all must take alike (stop, save, skip). Collective.
-
-        `not engine.agree(not flag)` is whether any rank says True.
-        """
+        """Whether every data rank says True: for what all must do alike (stop, save, skip). Collective."""
         return agree(flag, control=self.mesh.control)
 
     def in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """This rank's batches for as long as every data rank has one. Collective before each batch.
-
-        Ranks with more stop with the others; the log says how many batches there were and who had more.
-        """
+        """This rank's batches for as long as every data rank has one; the rest is not used. Collective at each."""
         return in_step(batches, control=self.mesh.control)
 
     # -- reading and writing --------------------------------------------------------------------------------------
