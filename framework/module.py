@@ -96,5 +96,6 @@ class StepModule(pl.LightningModule):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Once per applied update."""
-        if self.outcome is not None and self.outcome.tokens:
+        last = self.strategy.engine.guard.last
+        if self.outcome is not None and self.outcome.tokens and last is not None and last.applied:
             scheduler.step()

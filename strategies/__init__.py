@@ -15,22 +15,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies.engine import Engine
     from strategies.lightning.zero_strategy import ZeroStrategy
+    from strategies.loss_scale import LossScaling
     from strategies.mesh import Mesh, MeshShape
     from strategies.precision import PrecisionPolicy
+    from strategies.update_guard import NonFiniteError, StepResult
     from strategies.zero.gathered import gathered
     from strategies.zero.placement import StagePolicy
 
 _HOMES = {
     "Engine": "strategies.engine",
+    "LossScaling": "strategies.loss_scale",
     "Mesh": "strategies.mesh",
     "MeshShape": "strategies.mesh",
+    "NonFiniteError": "strategies.update_guard",
     "PrecisionPolicy": "strategies.precision",
     "StagePolicy": "strategies.zero.placement",
+    "StepResult": "strategies.update_guard",
     "ZeroStrategy": "strategies.lightning.zero_strategy",
     "gathered": "strategies.zero.gathered",
 }
 
-__all__ = ["Engine", "Mesh", "MeshShape", "PrecisionPolicy", "StagePolicy", "ZeroStrategy", "gathered"]
+__all__ = ["Engine", "LossScaling", "Mesh", "MeshShape", "NonFiniteError", "PrecisionPolicy", "StagePolicy",
+           "StepResult", "ZeroStrategy", "gathered"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,6 @@ An update runs: backward* -> close (gradients final) -> clip -> optimizer -> pub
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.in_step import Batch, agree, in_step
-from strategies.mesh import Mesh, default_device, ensure_process_group
-from strategies.precision import PrecisionPolicy
+from strategies.mesh import Mesh, default_device, ensure_process_group, share_buffers
+from strategies.precision import PrecisionPolicy, place_inputs
+from strategies.update_guard import StepResult, UpdateGuard
+from strategies.zero.accounting import expected_resting_bytes, live_bytes, resting_bytes
 from strategies.zero.clip import clip_by_norm, clip_by_value, global_norm
 from strategies.zero.discover import assign, find_units
 from strategies.zero.held_model import HeldModel
@@ -62,7 +63,7 @@ class Engine:
         optimizer: an element-wise torch optimizer built on the model's parameters, or a callable that builds one from
             the list of trainable parameters; None for evaluation, or to add optimizers later (`add_optimizer`).
         zero: ZeRO stage 0-3, or a StagePolicy.
-        precision: "fp32", "bf16" or a PrecisionPolicy.
+        precision: "fp32", "bf16", "fp16" (with a dynamic loss scale) or a PrecisionPolicy.
         mesh: axes and groups; None puts all ranks on data_shard (initialising the process group from RANK and
             WORLD_SIZE where a launcher set them).
         units: modules (or their names) to gather together; None finds them.
@@ -116,10 +117,13 @@ class Engine:
             remember(record.parameter, record)
             record.parameter.grad = None  # autograd would add to it
         self._closed = False
-        self._place_buffers()
+        share_buffers(model, mesh)
         self.ledger = GradientLedger(
             self.units, self.records, control=mesh.control, replicate=mesh.data_replicate,
-            scale=1.0 / mesh.data.size if average_gradients else 1.0, device=mesh.device)
+            scale=1.0 / mesh.data.size if average_gradients else 1.0, device=mesh.device,
+            scaled_only=self.precision.loss_scale is not None)
+        self.guard = UpdateGuard(self.precision, logs=mesh.rank == 0)
+        self._loss_scaled = False
         self._hooks = UnitHooks(model, self.units, self.records, root=self._root, ledger=self.ledger,
                                 prefetch_units=prefetch_units, look=self._look)
         self._held = HeldModel(model, self.records, self.units)
@@ -148,18 +152,6 @@ class Engine:
         if root is not None:
             root.is_root = True
         return units, root
-
-    def _place_buffers(self) -> None:
-        """Move buffers to the device and make them equal to the first data rank's."""
-        for module in self.module.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                placed = buffer.to(self.mesh.device)
-                if placed is not buffer:
-                    setattr(module, name, placed)
-                dense = placed.contiguous()
-                self.mesh.data.broadcast(dense, what=f"start value of buffer '{name}'")
-                if dense is not placed:
-                    placed.copy_(dense)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take over an optimizer built on the model's parameters (trainable ones may be in one optimizer only)."""
@@ -190,20 +182,8 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the model. Collective over data_shard under stage 3. Floating inputs get the compute type."""
         with self._hooks.forward_scope():
-            return self.module(*self._cast(args), **self._cast(kwargs))
-
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            dtype = self.precision.compute if value.is_floating_point() and self.precision.compute else value.dtype
-            return value.to(self.mesh.device, dtype)
-        if isinstance(value, dict):
-            cast = copy.copy(value)  # keeps the type: Hugging Face passes its outputs on as inputs
-            for key, item in value.items():
-                cast[key] = self._cast(item)
-            return cast
-        if type(value) in (tuple, list):
-            return type(value)(self._cast(item) for item in value)
-        return value
+            to = (self.mesh.device, self.precision.compute)
+            return self.module(*place_inputs(args, *to), **place_inputs(kwargs, *to))
 
     def forward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Code inside may use root parameters and call sub-modules, as inside the model's own forward."""
@@ -217,7 +197,15 @@ class Engine:
             last: no other backward comes before `step`; stages 0 and 1 then reduce during backward, not after it.
         """
         with self.backward_scope(last=last):
-            loss.backward(**options)
+            self.scale_loss(loss).backward(**options)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, as `backward` does it; `loss` itself without one. For code that calls
+        loss.backward() in a `backward_scope`. Local.
+        """
+        scale = self.guard.loss_scale
+        self._loss_scaled = True
+        return loss if scale is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
 
     @contextlib.contextmanager
     def backward_scope(self, *, last: bool = False) -> Iterator[None]:
@@ -229,9 +217,13 @@ class Engine:
         """
         self._require_ready()
         self._hooks.begin_backward()
+        self._loss_scaled = False
         try:
             with self.ledger.backward(last=last):
                 yield
+                if self.guard.loss_scale is not None and not self._loss_scaled:
+                    raise RuntimeError(f"precision={self.precision.name!r} scales losses, and this one was not; fix: "
+                                       "engine.backward(loss), or engine.scale_loss(loss).backward() in the scope")
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 error.add_note(_SAVED_PARAMETER)
@@ -263,13 +255,14 @@ class Engine:
         for optimizer, stepped in zip(self.optimizers, self._stepped, strict=True):
             shard_new_groups(optimizer, stepped, self.records)
 
-    def step(self) -> float | None:
-        """Apply one update and start the next window. Collective over the data axes.
+    def step(self) -> StepResult:
+        """Apply one update, or skip it where a gradient is not finite, and start the next window.
 
-        Returns the gradient norm before clipping if `clip_norm` is set.
+        Collective over the data axes. Step schedulers only when `applied` is true.
 
         Raises:
             RuntimeError: there is no optimizer.
+            NonFiniteError: on every rank: gradients are not finite and the policy says to stop (see PrecisionPolicy).
         """
         if not self.optimizers:
             raise RuntimeError("engine.step() without an optimizer; fix: Engine(..., optimizer=...)")
@@ -279,10 +272,10 @@ class Engine:
             norm = self.clip_by_norm(self.clip_norm)
         elif self.clip_value is not None:
             self.clip_by_value(self.clip_value)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.publish()
-        return norm
+        if self.is_finite:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return self.publish(gradient_norm=norm)
 
     def close_gradients(self) -> None:
         """Make this window's gradients final and give them to the optimizers. Idempotent; collective."""
@@ -291,8 +284,19 @@ class Engine:
             for optimizer, stepped in zip(self.optimizers, self._stepped, strict=True):
                 refuse_edited_groups(optimizer, stepped)
             self._hooks.release_all()
-            self.ledger.close()
-            self.gradient_bytes_at_step = _live_bytes(self.ledger.storages())
+            self.ledger.close(loss_scale=self.guard.loss_scale or 1.0)
+            self.gradient_bytes_at_step = live_bytes(self.ledger.storages())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the closed gradients may be applied; agreed over the data axes."""
+        return not self.ledger.nonfinite
+
+    def withhold(self) -> None:
+        """Take gradients that are not finite away from the optimizers, which then leave everything as it is. Local."""
+        if not self.is_finite:
+            for piece in self._pieces(None):
+                piece.grad = None
 
     def gradient_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> float:
         """Norm of the closed gradients over all unique elements the optimizers step. Collective over data_shard."""
@@ -318,12 +322,20 @@ class Engine:
         chosen = self.optimizers if optimizer is None else [optimizer]
         return [piece for each in chosen for group in each.param_groups for piece in group["params"]]
 
-    def publish(self) -> None:
-        """After the optimizers stepped: new values where parameters rest; next window. Collective."""
-        pending = [one for unit in self.units for one in unit.publish()]
+    def publish(self, *, gradient_norm: float | None = None) -> StepResult:
+        """After the optimizers stepped: new values where parameters rest; next window. Collective.
+
+        Counts the update. Where gradients were not finite the optimizers must not have stepped, and nothing is moved.
+
+        Raises:
+            NonFiniteError: see `step`.
+        """
+        nonfinite = self.ledger.nonfinite
+        pending = [] if nonfinite else [one for unit in self.units for one in unit.publish()]
         for one in pending:
             one.wait()
         self.ledger.reset()
+        return self.guard.record(nonfinite, gradient_norm=gradient_norm)
 
     def zero_grad(self) -> None:
         """Drop this window's gradients."""
@@ -442,21 +454,11 @@ class Engine:
     def resting_bytes(self) -> RestingBytes:
         """Bytes this rank holds between updates, summed over live storages (gradients: at the last step). Local."""
         self._hooks.release_all()
-        parameters = [s for unit in self.units for group in unit.groups for s in group.parameter_storages()]
-        masters = [group.master.untyped_storage() for unit in self.units for group in unit.groups
-                   if group.master is not None]
-        states = [value.untyped_storage() for optimizer in self.optimizers for state in optimizer.state.values()
-                  for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
-        held = _live_bytes(parameters)
-        return RestingBytes(held, self.gradient_bytes_at_step, _live_bytes([*parameters, *masters, *states]) - held)
+        return resting_bytes(self.units, self.optimizers, gradients=self.gradient_bytes_at_step)
 
     def expected_resting_bytes(self, *, states_per_element: int = 2) -> RestingBytes:
         """The published formula for this model and layout, without padding. Local."""
-        total = RestingBytes(0, 0, 0)
-        for unit in self.units:
-            for group in unit.groups:
-                total = total + group.expected_bytes(states_per_element=states_per_element)
-        return total
+        return expected_resting_bytes(self.units, states_per_element=states_per_element)
 
     def close(self) -> None:
         """Give the model back as plain torch: hooks gone, every parameter whole and in its own type. Collective.
@@ -485,10 +487,6 @@ _SAVED_PARAMETER = (
     "compute the loss again; or its unit rests sharded because no tensor among the unit's outputs led backward to it "
     "(outputs in an object of one's own, a view changed in place) - then return plain tensors, or name a unit around "
     "all users of the parameter (units=[...])")
-
-
-def _live_bytes(storages: Iterable[torch.UntypedStorage]) -> int:
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
 def _require_limit(name: str, value: float | None) -> None:

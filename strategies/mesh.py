@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from strategies.collectives import Communicator
 from strategies.journal import Journal
@@ -174,3 +175,19 @@ def ensure_process_group(*, device: torch.device, timeout_s: float) -> bool:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return True
+
+
+def share_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Move the buffers of `model` to the mesh's device and make them equal to the first data rank's.
+
+    Collective over the data axes.
+    """
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            placed = buffer.to(mesh.device)
+            if placed is not buffer:
+                setattr(module, name, placed)
+            dense = placed.contiguous()
+            mesh.data.broadcast(dense, what=f"start value of buffer '{name}'")
+            if dense is not placed:
+                placed.copy_(dense)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
 from strategies.lightning.zero_strategy import ZeroStrategy
+from strategies.loss_scale import LossScaling
+from strategies.precision import PrecisionPolicy
 from support.lightning_modules import Plain
 from support.lightning_runs import fit_alone, launched, loader, make_module, trainer
 from support.ranks import run_ranks
@@ -64,12 +68,66 @@ def test_a_bf16_batch_norm_is_refused():
 def test_precisions_that_contradict_or_do_not_exist():
     with pytest.raises(ValueError, match=r"precision='bf16-mixed'\) differs from ZeroStrategy\(precision='fp32'\)"):
         trainer(ZeroStrategy(precision="fp32"), precision="bf16-mixed")
-    with pytest.raises(ValueError, match=r"precision='16-mixed'.*ZeroStrategy does not have it"):
-        # On a CPU the Trainer makes bf16-mixed of it before it asks the strategy.
-        ZeroStrategy(precision_plugin=MixedPrecision("16-mixed", "cuda"))
+    # On a CPU the Trainer makes bf16-mixed of it before it asks the strategy.
+    half = ZeroStrategy(precision_plugin=MixedPrecision("16-mixed", "cuda"))
+    assert half.precision_plugin.policy.compute is torch.float16
     with pytest.raises(ValueError, match=r"plugins=\[Own\].*fix: leave the plugin out"):
         trainer("zero2", plugins=[type("Own", (Precision,), {})()])
     with pytest.raises(ValueError, match="fp64"):
         ZeroStrategy(precision="fp64")
     with pytest.raises(ValueError, match="zero stage 4"):
         ZeroStrategy(stage=4)
+
+
+class Overflows(Plain):
+    """Its third batch brings an infinite gradient on the last rank; notes the parameters after each batch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.inf if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1 else loss
+
+    def lr_scheduler_step(self, scheduler, metric):
+        if self.trainer.strategy.engine.guard.last.applied:
+            scheduler.step()
+
+    def on_train_batch_end(self, *_):
+        engine = self.trainer.strategy.engine
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.notes.append((engine.state_dict(), engine.optimizer_state_dict()["state"], rate))
+
+
+class OverflowsBare(Overflows):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def skipping(rank, bare, stage):
+    with launched(rank, 2):
+        torch.manual_seed(0)
+        module = OverflowsBare() if bare else Overflows()
+        policy = PrecisionPolicy.of("fp16", loss_scale=LossScaling(initial=256.0, hysteresis=1))
+        one = trainer(ZeroStrategy(stage=stage, precision=policy), 2, max_epochs=1,
+                      **({} if bare else {"gradient_clip_val": 0.5}))
+        one.fit(module, loader(2, rank))
+        plugin = one.strategy.precision_plugin
+        state = plugin.state_dict()
+        plugin.load_state_dict(state)
+        assert plugin.state_dict() == state
+        return module.notes, state
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("bare", [False, True])
+def test_an_overflow_under_the_trainer_moves_nothing_on_any_rank(bare, stage):
+    for notes, state in run_ranks(2, skipping, bare, stage):
+        torch.testing.assert_close(notes[2], notes[1], rtol=0, atol=0)
+        assert not torch.equal(notes[3][0]["net.inlet.weight"], notes[2][0]["net.inlet.weight"])
+        assert (state["attempted"], state["applied"], state["skipped"]) == (5, 4, 1)
+        assert state["scale"]["value"] == 128.0

@@ -61,7 +61,6 @@ class BareClosure(Plain):
     (Drives, {"accumulate_grad_batches": 2}, ValueError, r"accumulate_grad_batches=2: a module that drives"),
     (BareClosure, {}, RuntimeError, r"optimizer\.step\(closure\) on the bare optimizer.*fix: self\.optimizers\(\)"),
     (Plain, {"precision": "64-true"}, ValueError, r"precision='64-true'.*allowed are.*bf16-mixed"),
-    (Plain, {"precision": "16-true"}, ValueError, r"precision='16-true'.*fix: bf16-mixed"),
     (Plain, {"callbacks": ["finetuning"]}, ValueError, r"callback BackboneFinetuning.*fix: a hook of the module"),
     (Plain, {"callbacks": ["pruning"]}, ValueError, r"callback ModelPruning.*fix: prune before"),
     (Plain, {"callbacks": ["ema"], "precision": "bf16-mixed"}, ValueError, r"EMAWeightAveraging.*precision='32-true'"),

@@ -7,9 +7,13 @@ import functools
 import pytest
 import torch
 
+from strategies.loss_scale import LossScaling
+from strategies.precision import PrecisionPolicy
 from support.oracle import Trace, assert_same, train_engine, train_oracle
 from support.ranks import run_ranks
 from support.small_models import MODELS, make
+
+SCALE = 256.0  # of losses in fp16: no gradient here overflows
 
 
 def adamw(params):
@@ -30,9 +34,13 @@ def engine_trace(rank: int, model: str, optimizer, options: dict) -> Trace:
 def compare(model: str, *, world: int, stage: int, accumulate: int, steps: int = 4, optimizer=adamw, atol: float,
             dtype: torch.dtype = torch.float32, **options) -> None:
     oracle_options = {k: options[k] for k in ("clip_norm", "clip_value") if k in options}
-    compute = torch.bfloat16 if options.get("precision") == "bf16" else None
+    precision = options.get("precision")
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     expected = train_oracle(functools.partial(make, model, dtype=dtype), optimizer, world_size=world,
-                            accumulate=accumulate, steps=steps, compute=compute, dtype=dtype, **oracle_options)
+                            accumulate=accumulate, steps=steps, compute=compute, dtype=dtype,
+                            loss_scale=SCALE if precision == "fp16" else 1.0, **oracle_options)
+    if precision == "fp16":
+        options["precision"] = PrecisionPolicy.of("fp16", loss_scale=LossScaling(initial=SCALE))
     traces = run_ranks(world, engine_trace, model, optimizer,
                        {"world_size": world, "accumulate": accumulate, "steps": steps, "stage": stage, "dtype": dtype,
                         **options})
@@ -59,9 +67,10 @@ def test_fp32_equals_one_process(world, stage, accumulate):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_bf16_compute_with_fp32_masters_equals_one_process(world, stage, accumulate):
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_compute_with_fp32_masters_equals_one_process(world, stage, accumulate, precision):
     # SGD: Adam turns a rounding of a tiny gradient into a full step.
-    compare("stack", world=world, stage=stage, accumulate=accumulate, precision="bf16", optimizer=sgd, steps=3,
+    compare("stack", world=world, stage=stage, accumulate=accumulate, precision=precision, optimizer=sgd, steps=3,
             atol=2e-4)
 
 

@@ -25,7 +25,7 @@ def adamw(params):
 
 def train_step(engine, step, rank, micro=0):
     engine.backward(loss_of(engine(batch(step, rank, micro))), last=True)
-    return engine.step()
+    return engine.step().gradient_norm
 
 
 def every_illegal_transition(rank):

@@ -36,6 +36,7 @@ def follow(optimizer: Optimizer, strategy: ZeroStrategy) -> None:
             raise RuntimeError("optimizer.step(closure) on the bare optimizer: its closure would run after gradients "
                                "are final; fix: self.optimizers(), or call the closure and then step()")
         strategy.before_step()
+        strategy.engine.withhold()  # this step cannot be called off, but it leaves alone what has no gradient
 
     def after(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         strategy = ref()

@@ -3,9 +3,9 @@
 Masters are fp32 in every mode. The modes differ in what a module's code meets while it computes:
 
     precision of the strategy   parameters and floating inputs in the compute type, nothing else
-    "bf16-true"                 the same, and new tensors are bf16 by default
-    "bf16-mixed"                parameters bf16, inputs as they come, autocast; modules with parameters of their own get
-                                their inputs cast, since autocast leaves norms alone and those refuse mixed types
+    "bf16-true", "16-true"      the same, and new tensors are of that type by default
+    "bf16-mixed", "16-mixed"    parameters of that type, inputs as they come, autocast; modules with parameters
+                                get inputs cast, since autocast leaves norms alone and those refuse mixed types
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from strategies.lightning.zero_strategy import ZeroStrategy
 
-NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16"}  # Lightning's precision strings -> ours
+NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16",
+         "16-true": "fp16"}  # Lightning's precision strings -> ours
 
 
 def policy_for(plugin: Precision) -> PrecisionPolicy:
@@ -53,29 +54,34 @@ class ZeroPrecision(Precision):
     """The engine's precision under a Trainer.
 
     Args:
-        mode: "32-true", "bf16-mixed" or "bf16-true" as the Trainer was told; None where the strategy was.
+        mode: a key of NAMES, as the Trainer was told; None where the strategy was.
     """
 
     def __init__(self, strategy: ZeroStrategy, policy: PrecisionPolicy, *, mode: str | None) -> None:
         super().__init__()
         self.policy = policy
         self.mode = mode if policy.compute is not None else None
-        self.precision = "32-true" if policy.compute is None else self.mode or "bf16-true"
+        self.precision = "32-true" if policy.compute is None else self.mode or (
+            "16-true" if policy.compute == torch.float16 else "bf16-true")
         self._strategy = strategy
 
+    @property
+    def _is_mixed(self) -> bool:
+        return self.mode in ("bf16-mixed", "16-mixed")
+
     def convert_input(self, data: Any) -> Any:
-        """Floating tensors in the compute type, but under "bf16-mixed": targets keep their digits there."""
-        if self.policy.compute is None or self.mode == "bf16-mixed":
+        """Floating tensors in the compute type, but under "...-mixed": targets keep their digits there."""
+        if self.policy.compute is None or self._is_mixed:
             return data
         return _cast(data, self.policy.compute)
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
         """What a step runs in."""
-        if self.mode == "bf16-mixed":
+        if self._is_mixed:
             with torch.autocast(self._strategy.root_device.type, dtype=self.policy.compute):
                 yield
-        elif self.mode == "bf16-true":
+        elif self.mode in ("bf16-true", "16-true"):
             before = torch.get_default_dtype()
             torch.set_default_dtype(self.policy.compute)
             try:
@@ -94,13 +100,34 @@ class ZeroPrecision(Precision):
         if batch_norms:
             raise ValueError(f"precision={self.precision!r}: BatchNorm {batch_norms} has {compute} weights and fp32 "
                              "statistics, which torch refuses; fix: precision='32-true', or GroupNorm")
-        if self.mode != "bf16-mixed":
+        if not self._is_mixed:
             return []
         owners = [child for child in module.modules() if child is not module and
                   any(p.is_floating_point() for p in child.parameters(recurse=False))]
         return [child.register_forward_pre_hook(_InputCast(compute), with_kwargs=True) for child in owners]
 
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale and the counts of updates, into the checkpoint; nothing in a precision without a scale."""
+        return self._strategy.engine.guard.state_dict() if self.policy.loss_scale is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them from a checkpoint."""
+        self._strategy.engine.guard.load_state_dict(state_dict)
+
     # -- gradients ------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Scale the loss, for automatic and manual optimization alike."""
+        return super().pre_backward(self._strategy.engine.scale_loss(tensor), module)
+
+    def optimizer_step(self, optimizer: Any, model: pl.LightningModule, closure: Any,  # type: ignore[override]
+                       **kwargs: Any) -> Any:
+        """Closure, hooks and clipping; then the optimizer, unless a gradient is not finite."""
+        result = closure()
+        self._after_closure(model, optimizer)
+        if self._strategy.engine.is_finite:
+            optimizer.step(**kwargs)
+        return result
 
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
         """Hooks that look at gradients, then clipping; a hook of the user's finds whole gradients on the parameters.

@@ -51,7 +51,7 @@ class ZeroStrategy(MeshStrategy):
 
     Args:
         stage: ZeRO stage 0-3.
-        precision: "fp32", "bf16" or a PrecisionPolicy; None takes the Trainer's `precision=`.
+        precision: "fp32", "bf16", "fp16" or a PrecisionPolicy; None takes the Trainer's `precision=`.
         mesh: axis sizes; None puts all processes on data_shard.
         units: modules, or names inside the LightningModule, to gather together; None finds them.
         prefetch_units: units gathered ahead of their use at stage 3.

@@ -27,6 +27,12 @@ def global_norm(pieces: Sequence[nn.Parameter], *, norm_type: float, axis: Commu
     return axis.sum(local.pow(norm_type).reshape(1), what="gradient norm")[0].pow(1.0 / norm_type)
 
 
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no element is infinite or NaN: the largest absolute value, which either one shows in. Local."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return not filled or math.isfinite(get_total_norm(filled, math.inf))
+
+
 def clip_by_norm(pieces: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients so that their norm is at most `max_norm` (torch.nn.utils.clip_grad_norm_'s formula)."""
     grads = [piece.grad for piece in pieces if piece.grad is not None]

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from strategies.collectives import Communicator, Pending
 from strategies.zero.buffer_pool import BufferPool
+from strategies.zero.clip import all_finite
 from strategies.zero.flat_group import FlatGroup
 from strategies.zero.record import ParameterRecord
 from strategies.zero.unit import Unit
@@ -129,6 +130,17 @@ class _Account:
             group.axis.all_gather(self.host, tag=unit.tag("replicate")).wait()
             self.total = self.host
 
+    def tested_pieces(self) -> dict[int, Tensor]:
+        """Index of a record -> its elements in this rank's shard of the sums; the padding is left out."""
+        group, found = self.group, {}
+        if self.reduced is not None:
+            mine = group.layout.shard_range(group.axis.index)
+            for position, record in enumerate(group.records):
+                overlap = group.layout.overlap(position, mine)
+                if overlap is not None:
+                    found[record.index] = self.reduced[overlap.in_range]
+        return found
+
     def attach(self, touched: set[int]) -> None:
         """Give each optimizer parameter its gradient; None where no rank had any."""
         for position, piece in self.group.masters.items():
@@ -158,10 +170,11 @@ class GradientLedger:
         control: communicator for votes (CPU).
         replicate: the data_replicate axis.
         scale: factor on the sum over data ranks (1/ranks gives the mean).
+        scaled_only: refuse gradients that come outside `backward`, since nothing has scaled their loss.
     """
 
     def __init__(self, units: Sequence[Unit], records: Sequence[ParameterRecord], *, control: Communicator,
-                 replicate: Communicator, scale: float, device: torch.device) -> None:
+                 replicate: Communicator, scale: float, device: torch.device, scaled_only: bool = False) -> None:
         self.state = LedgerState.OPEN
         self.num_flushes = 0  # groups reduced since construction; read by tests and reports
         self._units = list(units)
@@ -173,6 +186,8 @@ class GradientLedger:
         self._accounts: dict[FlatGroup, _Account] = {}
         for group in (g for u in units for g in u.groups if g.trainable):
             self.open_account(group)
+        self.nonfinite: tuple[str, ...] = ()  # at close: parameters with an infinite or NaN gradient on any rank
+        self._scaled_only = scaled_only
         self._touched: set[int] = set()  # records with a gradient on this rank in this window
         self._agreed: set[int] = set()  # at close: with a gradient on any rank
         self._missing: dict[int, set[int]] = {}  # unit -> records whose gradient this backward has not brought yet
@@ -212,6 +227,9 @@ class GradientLedger:
         self._accounts[record.group].accept(record.position, grad.detach())
         self._touched.add(record.index)
         self._brought.add(unit.index)
+        if not self._in_backward and self._scaled_only:
+            raise RuntimeError(f"a gradient of '{record.name}' arrived outside engine.backward(): its loss was not "
+                               "scaled, which this precision needs; fix: engine.backward(loss)")
         if not self._in_backward:
             return  # loss.backward() outside engine.backward(): flushed at the next end_backward or close
         self._missing[unit.index].discard(record.index)
@@ -286,34 +304,49 @@ class GradientLedger:
 
     # -- closing --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Make the window's gradients final. Idempotent; collective over the data axes."""
+    def close(self, *, loss_scale: float = 1.0) -> None:
+        """Make the window's gradients final and test them. Idempotent; collective over the data axes.
+
+        Args:
+            loss_scale: the factor on all losses of this window; taken out here.
+        """
         if self.state is LedgerState.CLOSED:
             return
         self._round = [0] * len(self._units)
         self._flush_remaining(only=self._units)
         self._settle_in_flight(keep=0)
-        touched = self._agreed = self._agree_touched()
         for unit in self._units:
             for group in unit.groups:
                 if group.trainable:
-                    self._accounts[group].settle(unit, self._replicate, self._scale)
-                    self._accounts[group].attach(touched)
+                    self._accounts[group].settle(unit, self._replicate, self._scale / loss_scale)
+        pieces = {index: piece for account in self._accounts.values()
+                  for index, piece in account.tested_pieces().items()}
+        self._agreed, finite = self._agree(finite=all_finite(list(pieces.values())))
+        self.nonfinite = () if finite else self._name_nonfinite(pieces)
+        for account in self._accounts.values():
+            account.attach(self._agreed)
         self.state = LedgerState.CLOSED
 
-    def _agree_touched(self) -> set[int]:
-        mine = torch.zeros(max(len(self._records), 1), dtype=torch.uint8)
-        if self._touched:
-            mine[list(self._touched)] = 1
-        agreed = self._control.maximum(mine, what="vote on parameters that have a gradient")
-        return set(agreed.nonzero().flatten().tolist())
+    def _agree(self, *, finite: bool) -> tuple[set[int], bool]:
+        """One vote: records that have a gradient on any rank, and whether the sums are finite on all."""
+        mine = torch.zeros(len(self._records) + 1, dtype=torch.uint8)
+        mine[list(self._touched)] = 1
+        mine[-1] = not finite
+        agreed = self._control.maximum(mine, what="vote on parameters that have a gradient, and on finite sums")
+        return set(agreed[:-1].nonzero().flatten().tolist()), not agreed[-1]
+
+    def _name_nonfinite(self, pieces: dict[int, Tensor]) -> tuple[str, ...]:
+        mine = torch.zeros(len(self._records), dtype=torch.uint8)
+        mine[[index for index, piece in pieces.items() if not all_finite([piece])]] = 1
+        agreed = self._control.maximum(mine, what="names of parameters whose gradient is not finite")
+        return tuple(self._records[index].name for index in agreed.nonzero().flatten().tolist())
 
     def reset(self) -> None:
         """Forget the window's gradients and open the next one."""
         self._settle_in_flight(keep=0)
         for account in self._accounts.values():
             account.reset()
-        self._touched, self._brought = set(), set()
+        self._touched, self._brought, self.nonfinite = set(), set(), ()
         self.state = LedgerState.OPEN
 
     def _require_open(self, what: str) -> None:

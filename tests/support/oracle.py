@@ -36,8 +36,9 @@ def batch(step: int, rank: int, micro: int, *, width: int = 6, rows: int = 4, dt
 
 def train_oracle(make_model: MakeModel, make_optimizer: MakeOptimizer, *, world_size: int, accumulate: int, steps: int,
                  clip_norm: float | None = None, clip_value: float | None = None, compute: torch.dtype | None = None,
+                 loss_scale: float = 1.0,
                  dtype: torch.dtype = torch.float32) -> Trace:
-    """Train in one process. `compute=bf16` computes on a rounded copy of the model, sums gradients in fp32."""
+    """Train in one process. `compute=bf16` or `fp16` computes on a rounded copy, sums gradients in fp32."""
     model = make_model()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trainable)
@@ -50,7 +51,7 @@ def train_oracle(make_model: MakeModel, make_optimizer: MakeOptimizer, *, world_
                 worker = model if compute is None else copy.deepcopy(model).to(compute)
                 inputs = batch(step, rank, micro, dtype=dtype).to(compute or dtype)
                 loss = loss_of(worker(inputs)) / accumulate
-                loss.backward()
+                (loss * loss_scale).backward()
                 step_loss += loss.item() / world_size
                 for place, parameter in enumerate(p for p in worker.parameters() if p.requires_grad):
                     if parameter.grad is not None:
@@ -58,7 +59,7 @@ def train_oracle(make_model: MakeModel, make_optimizer: MakeOptimizer, *, world_
                         sums[place] = sums[place] + wide if place in sums else wide.clone()
                         parameter.grad = None
         for place, parameter in enumerate(trainable):
-            parameter.grad = sums[place] / world_size if place in sums else None
+            parameter.grad = sums[place] / (world_size * loss_scale) if place in sums else None
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         trace.gradients.append({n: None if p.grad is None else p.grad.clone()
                                 for n, p in zip(names, trainable, strict=True)})
@@ -90,7 +91,7 @@ def train_engine(rank: int, make_model: MakeModel, make_optimizer: MakeOptimizer
             engine.backward(loss, last=mark_last and micro == accumulate - 1)
             step_loss += loss.item()
         trace.gradients.append(engine.gradients())
-        norm = engine.step()
+        norm = engine.step().gradient_norm
         if norm is not None:
             trace.norms.append(norm)
         mean = engine.mesh.data.sum(torch.tensor([step_loss], dtype=torch.float64), what="test loss") / world_size
