@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from strategies.in_step import Batch, agree, in_step
 from strategies.mesh import Mesh, default_device, ensure_process_group, share_buffers
@@ -128,6 +129,7 @@ class Engine:
                                 prefetch_units=prefetch_units, look=self._look)
         self._held = HeldModel(model, self.records, self.units)
         self._stepped: list[list[list[ParameterRecord]]] = []  # of each optimizer: the records of its groups
+        self._before_steps: list[RemovableHandle] = []
         self.gradient_bytes_at_step = 0
         if built is not None:
             self.add_optimizer(built)
@@ -162,10 +164,16 @@ class Engine:
             raise ValueError(f"optimizer: parameters {twice} are in an earlier optimizer too; fix: one optimizer each")
         self._stepped.append(shard_optimizer(optimizer, self.records))
         self.optimizers.append(optimizer)
+        axis = self.mesh.data_shard
+        # An update writes where other ranks may still be reading the parameters of the last gather.
+        self._before_steps.append(optimizer.register_step_pre_hook(lambda *_: axis.drain()))
 
     def remove_optimizers(self) -> None:
         """Forget the optimizers and this window's gradients (a new fit brings new ones)."""
         self.optimizers, self._stepped = [], []
+        for handle in self._before_steps:
+            handle.remove()
+        self._before_steps = []
         self.ledger.reset()
 
     def rest(self) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.collectives import Communicator
+from strategies.collectives import TRANSPORTS, Communicator
 from strategies.journal import Journal
 
 AXES = ("pipeline", "data_replicate", "data_shard", "sequence", "tensor")
@@ -84,13 +84,17 @@ class Mesh:
         shape: axis sizes; None puts all ranks on `data_shard`.
         device: where this rank computes; None takes the local GPU when there is one, else the CPU.
         timeout_s: how long a rank waits in a collective before it fails.
+        transport: how large buffers move on the data axes: "peer_memory", "pairwise", "native" (collectives.py), or
+            "auto", the fastest that works here.
 
     Raises:
-        ValueError: the shape does not cover the world.
+        ValueError: the shape does not cover the world, or the transport cannot be had.
     """
 
     def __init__(self, shape: MeshShape | None = None, *, device: torch.device | None = None,
-                 timeout_s: float = 600.0) -> None:
+                 timeout_s: float = 600.0, transport: str = "auto") -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport={transport!r}: allowed are {', '.join(TRANSPORTS)}; fix: transport='auto'")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.shape = shape if shape is not None else MeshShape(data_shard=world_size)
@@ -103,8 +107,8 @@ class Mesh:
         self.coordinates = self.shape.coordinates(self.rank)
         self.journal = Journal(rank=self.rank, world_size=world_size, timeout_s=timeout_s)
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
-        self.data_shard = self._communicator("data_shard", ("data_shard",))
-        self.data_replicate = self._communicator("data_replicate", ("data_replicate",))
+        self.data_shard = self._communicator("data_shard", ("data_shard",), transport=transport)
+        self.data_replicate = self._communicator("data_replicate", ("data_replicate",), transport=transport)
         self.data = self._communicator("data", DATA_AXES)
         # Control traffic (votes, counts, short objects) has a CPU group of its own: it never orders device streams,
         # never waits behind a gather, and works the same where the device backend has no CPU tensors.
@@ -131,8 +135,11 @@ class Mesh:
         self.journal.close()
 
     def _communicator(self, name: str, axes: tuple[str, ...], *, backend: str | None = None,
-                      device: torch.device | None = None, own: bool = False) -> Communicator:
+                      device: torch.device | None = None, own: bool = False,
+                      transport: str = "native") -> Communicator:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        if dist.is_initialized() and dist.get_backend() == "fake":  # torch's stand-in for ranks that are not there
+            backend = "fake"
         mine: dist.ProcessGroup | None = None
         members = [self.rank]
         # new_group is collective over the world: every rank walks every group, in the same order.
@@ -143,7 +150,7 @@ class Mesh:
             if self.rank in ranks:
                 members, mine = ranks, self._made.get(key)
         return Communicator(mine, members, rank=self.rank, name=name, device=device or self.device, backend=backend,
-                            journal=self.journal)
+                            journal=self.journal, transport=transport, timeout_s=self.timeout_s)
 
     def _new_group(self, ranks: list[int], *, name: str, backend: str) -> dist.ProcessGroup:
         entry = self.journal.started("making the mesh", name, range(self.world_size))

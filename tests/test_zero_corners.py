@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import strategies
-from strategies.collectives import CollectiveError
+from strategies.journal import CollectiveError
 from strategies.zero.hooks import StaleForwardError
 from strategies.zero.unit import Phase
 from support.oracle import batch, loss_of

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from strategies.collectives import Communicator, Pending, Tag
+from strategies.collectives import Communicator
 from strategies.precision import PrecisionPolicy
+from strategies.transfer import Pending, Tag
 from strategies.zero.layout import FlatLayout
 from strategies.zero.placement import Placement, RestingBytes, StagePolicy
 from strategies.zero.record import ParameterRecord
@@ -112,12 +113,12 @@ class FlatGroup:
 
     def begin_gather(self, *, tag: Tag) -> Pending:
         """Fill `full` from the ranks' shards. Collective over the axis. The views are not attached yet."""
+        return self.axis.all_gather(self.full, self.resting, tag=tag, prepare=self._allocate)
+
+    def _allocate(self) -> None:
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.element_size())
-        with torch.no_grad():
-            self.axis.slice_of(self.full).copy_(self.resting)
-        return self.axis.all_gather(self.full, tag=tag)
 
     def wake(self) -> None:
         """Attach the views; `full` must hold the values."""
@@ -148,11 +149,12 @@ class FlatGroup:
         """After the optimizer: masters -> parameters as they rest. Collective over the axis where those differ."""
         if self.master is None:
             return Pending()
+        self.axis.drain()
         with torch.no_grad():
             if self.master_dtype != self.compute_dtype:
                 (self.resting if self.shards_optimizer else self.full).copy_(self.master)
         if self.shards_optimizer and not self.frees_parameters:
-            return self.axis.all_gather(self.full, tag=tag)
+            return self.axis.all_gather(self.full, self.resting, tag=tag)
         return Pending()
 
     def whole_master(self, *, tag: Tag) -> Tensor:
@@ -161,8 +163,7 @@ class FlatGroup:
         if not self.shards_optimizer:
             return self.master.clone()
         flat = torch.empty(self.layout.padded_numel, dtype=self.master_dtype, device=self.device)
-        self.axis.slice_of(flat).copy_(self.master)
-        self.axis.all_gather(flat, tag=tag).wait()
+        self.axis.all_gather(flat, self.master, tag=tag).complete()
         return flat
 
     def absorb_edit(self, before: Tensor) -> None:
@@ -171,6 +172,7 @@ class FlatGroup:
         `before`: `full` [padded] as it was. Only changed elements touch the masters, so that reading under bf16 does
         not round them.
         """
+        self.axis.drain()
         with torch.no_grad():
             if self.frees_parameters:
                 self.resting.copy_(self.axis.slice_of(self.full))
@@ -183,6 +185,7 @@ class FlatGroup:
     def load(self, position: int, value: Tensor) -> None:
         """Set one parameter from a full tensor of its shape, masters in full precision. Local; need not be gathered."""
         flat = value.detach().reshape(-1)
+        self.axis.drain()
         with torch.no_grad():
             if self.full.untyped_storage().size() > 0:
                 self.full[self.layout.span(position)].copy_(flat)

@@ -37,7 +37,8 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from strategies.collectives import Communicator, Pending
+from strategies.collectives import Communicator
+from strategies.transfer import Pending
 from strategies.zero.buffer_pool import BufferPool
 from strategies.zero.clip import all_finite
 from strategies.zero.flat_group import FlatGroup
@@ -54,7 +55,7 @@ class LedgerState(Enum):
 
 @dataclass
 class _Flight:
-    """A reduction under way and the buffers that go back to the pool when it has landed."""
+    """A reduction under way and the buffers that go back to the pool when no rank reads them any more."""
 
     pending: Pending
     give_back: list[Tensor]
@@ -98,13 +99,7 @@ class _Account:
         elif self.reduced is None:  # the sum stays in this rank's slice of the buffer
             self.host, self.reduced, give_back = local, group.axis.slice_of(local), []
         self.local, self.arrived = None, set()
-
-        def scratch(numel: int, dtype: torch.dtype) -> Tensor:
-            give_back.append(self.pool.take(numel, dtype))
-            return give_back[-1]
-
-        pending = group.axis.reduce_scatter(local, self.reduced, tag=unit.tag("reduce"), accumulate=accumulate,
-                                            scratch=scratch)
+        pending = group.axis.reduce_scatter(local, self.reduced, tag=unit.tag("reduce"), accumulate=accumulate)
         return _Flight(pending, give_back)
 
     def _zero_what_did_not_arrive(self, local: Tensor) -> None:
@@ -115,20 +110,21 @@ class _Account:
             if position not in self.arrived:
                 local[layout.span(position)].zero_()
 
-    def settle(self, unit: Unit, replicate: Communicator, scale: float) -> None:
-        """After all flushes: sum over replicas, scale, and bring the sum to where the optimizer needs it."""
+    def settle(self, unit: Unit, replicate: Communicator, scale: float) -> Pending:
+        """After all flushes: sum over replicas, scale, and start to bring the sum to where the optimizer needs it."""
         if self.reduced is None:
-            return
+            return Pending()
         group = self.group
         if replicate.size > 1:
             replicate.all_reduce(self.reduced, tag=unit.tag("replicate"))
         if scale != 1.0:
             self.reduced.mul_(scale)
-        self.total = self.reduced
-        if not group.shards_optimizer:
-            assert self.host is not None
-            group.axis.all_gather(self.host, tag=unit.tag("replicate")).wait()
-            self.total = self.host
+        if group.shards_optimizer:
+            self.total = self.reduced
+            return Pending()
+        assert self.host is not None
+        self.total = self.host
+        return group.axis.all_gather(self.host, self.reduced, tag=unit.tag("replicate"))
 
     def tested_pieces(self) -> dict[int, Tensor]:
         """Index of a record -> its elements in this rank's shard of the sums; the padding is left out."""
@@ -197,6 +193,8 @@ class GradientLedger:
         self._early = False
         self._in_backward = False
         self._in_flight: list[_Flight] = []
+        self._landed: list[_Flight] = []  # summed here; other ranks may still read this rank's buffer
+        self._keep_in_flight = min((g.axis.in_flight for g in self._accounts), default=0)
 
     def open_account(self, group: FlatGroup) -> None:
         """Take gradients of `group`, which is trainable now."""
@@ -277,7 +275,7 @@ class GradientLedger:
             if group.trainable:
                 self._in_flight.append(self._accounts[group].flush(unit))
                 self.num_flushes += 1
-        self._settle_in_flight(keep=2)
+        self._settle_in_flight(keep=self._keep_in_flight)
 
     def _flush_remaining(self, only: Sequence[Unit]) -> None:
         """Vote how often each unit is flushed in this round: the most any rank needs; the others add zeros."""
@@ -295,7 +293,13 @@ class GradientLedger:
         while len(self._in_flight) > keep:
             flight = self._in_flight.pop(0)
             flight.pending.wait()
-            for buffer in flight.give_back:
+            self._landed.append(flight)
+        self._take_back(keep=1)
+
+    def _take_back(self, *, keep: int) -> None:
+        """Buffers that all ranks are done with go back to the pool; wait for all but the last `keep`."""
+        while self._landed and self._landed[0].pending.released(block=len(self._landed) > keep):
+            for buffer in self._landed.pop(0).give_back:
                 self._pool.give(buffer)
 
     def _canonical(self, indices: Iterable[int]) -> list[int]:
@@ -315,13 +319,16 @@ class GradientLedger:
         self._round = [0] * len(self._units)
         self._flush_remaining(only=self._units)
         self._settle_in_flight(keep=0)
-        for unit in self._units:
-            for group in unit.groups:
-                if group.trainable:
-                    self._accounts[group].settle(unit, self._replicate, self._scale / loss_scale)
+        pending = [self._accounts[group].settle(unit, self._replicate, self._scale / loss_scale)
+                   for unit in self._units for group in unit.groups if group.trainable]
+        for one in pending:
+            one.wait()
+        for one in pending:
+            one.complete()  # clipping writes what another rank may still be reading
         pieces = {index: piece for account in self._accounts.values()
                   for index, piece in account.tested_pieces().items()}
         self._agreed, finite = self._agree(finite=all_finite(list(pieces.values())))
+        self._take_back(keep=0)  # whoever has voted has taken in all reductions
         self.nonfinite = () if finite else self._name_nonfinite(pieces)
         for account in self._accounts.values():
             account.attach(self._agreed)
@@ -344,6 +351,9 @@ class GradientLedger:
     def reset(self) -> None:
         """Forget the window's gradients and open the next one."""
         self._settle_in_flight(keep=0)
+        self._take_back(keep=0)
+        for axis in {account.group.axis for account in self._accounts.values()}:
+            axis.drain()
         for account in self._accounts.values():
             account.reset()
         self._touched, self._brought, self.nonfinite = set(), set(), ()
@@ -370,8 +380,7 @@ class GradientLedger:
             flat = account.total
         else:
             flat = torch.empty(group.layout.padded_numel, dtype=group.gradient_dtype, device=account.total.device)
-            group.axis.slice_of(flat).copy_(account.total)
-            group.axis.all_gather(flat, tag=record.unit.tag("replicate")).wait()
+            group.axis.all_gather(flat, account.total, tag=record.unit.tag("replicate")).complete()
         return flat[group.layout.span(record.position)].view(record.shape).clone()
 
     def storages(self) -> list[torch.UntypedStorage]:

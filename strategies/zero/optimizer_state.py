@@ -95,7 +95,7 @@ def _full_entry(optimizer: Optimizer, record: ParameterRecord, *, control: Commu
         overlap = group.layout.overlap(record.position, group.optimizer_range)
         if overlap is not None:
             flat[overlap.in_buffer].copy_(mine[key])
-        group.axis.all_gather(flat, tag=record.unit.tag("replicate")).wait()
+        group.axis.all_gather(flat, group.axis.slice_of(flat), tag=record.unit.tag("replicate")).complete()
         entry[key] = flat[group.layout.span(record.position)].view(record.shape).clone()
     return entry
 

@@ -14,8 +14,9 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from strategies.collectives import Communicator, Pending, Tag
+from strategies.collectives import Communicator
 from strategies.precision import PrecisionPolicy
+from strategies.transfer import Pending, Tag
 from strategies.zero.flat_group import FlatGroup
 from strategies.zero.placement import StagePolicy
 from strategies.zero.record import ParameterRecord
