@@ -42,6 +42,10 @@ class Transport(Protocol):
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, tag: Tag, entry: Entry, accumulate: bool) -> Pending: ...
 
+    def offer(self, own: Tensor, *, tag: Tag) -> None: ...
+
+    def withdraw(self) -> None: ...
+
     def drain(self) -> None: ...
 
 
@@ -95,6 +99,18 @@ class Communicator:
     def algorithm(self) -> str:
         """How large buffers move here, in words."""
         return "none (one rank)" if self.size == 1 else self._transport.name
+
+    def offer(self, own: Tensor, *, tag: Tag) -> None:
+        """Let others read `own` for the gather `tag` before this rank starts it. Local.
+
+        `own` must not change before `withdraw` and a collective after it, in which all members have to take part.
+        """
+        if self.size > 1:
+            self._transport.offer(own, tag=tag)
+
+    def withdraw(self) -> None:
+        """Take all offers back. Local."""
+        self._transport.withdraw()
 
     def drain(self) -> None:
         """Return when the other members are done with what this rank has lent them.

@@ -292,6 +292,7 @@ class Engine:
             for optimizer, stepped in zip(self.optimizers, self._stepped, strict=True):
                 refuse_edited_groups(optimizer, stepped)
             self._hooks.release_all()
+            self._withdraw()  # the ledger's vote is the collective after it
             self.ledger.close(loss_scale=self.guard.loss_scale or 1.0)
             self.gradient_bytes_at_step = live_bytes(self.ledger.storages())
 
@@ -305,6 +306,11 @@ class Engine:
         if not self.is_finite:
             for piece in self._pieces(None):
                 piece.grad = None
+
+    def _withdraw(self) -> None:
+        """Parameters are about to change: other ranks must not read them. A collective of all ranks has to follow."""
+        for unit in self.units:
+            unit.withdraw()
 
     def gradient_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> float:
         """Norm of the closed gradients over all unique elements the optimizers step. Collective over data_shard."""
@@ -409,6 +415,8 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters (masters in full precision) and buffers from a full state dict, the same on every rank.
 
+        Collective over the data axes.
+
         Raises:
             ValueError: names are missing or unknown (`strict`), or a shape differs; nothing has been changed then.
         """
@@ -426,12 +434,16 @@ class Engine:
                 problems.append(f"shape of {name}: {tuple(value.shape)}, the model has {tuple(shape)}")
         if problems:
             raise ValueError("state dict does not fit the model: " + "; ".join(problems))
+        self._withdraw()
+        self.mesh.control.barrier(what="load_state_dict")
         for name, value in state.items():
             if name in records:
                 records[name].group.load(records[name].position, value.to(self.mesh.device))
                 records[name].unit.changed()
             elif name in buffers:
                 buffers[name].copy_(value)
+        for unit in self.units:
+            unit.offer()
 
     def _persistent_buffers(self) -> dict[str, Tensor]:
         parameters = {name for record in self.records for name in (record.name, *record.aliases)}

@@ -48,6 +48,12 @@ class Native:
         land = (lambda: out.add_(landed)) if accumulate else (lambda: out.copy_(landed))
         return Pending([work], entry=entry, keep=[full, landed, out], finish=land)
 
+    def offer(self, own: Tensor, *, tag: Tag) -> None:
+        """Nothing: a message is sent when it is asked for."""
+
+    def withdraw(self) -> None:
+        """Nothing."""
+
     def drain(self) -> None:
         """Nothing: buffers are free when a wait has returned."""
 
@@ -103,6 +109,12 @@ class Pairwise:
                 self._landing.setdefault((own.numel(), own.dtype), []).append(parts[other])
 
         return Pending(works, entry=entry, keep=[full, out], finish=land)
+
+    def offer(self, own: Tensor, *, tag: Tag) -> None:
+        """Nothing: a message is sent when it is asked for."""
+
+    def withdraw(self) -> None:
+        """Nothing."""
 
     def drain(self) -> None:
         """Nothing: buffers are free when a wait has returned."""

@@ -12,6 +12,9 @@ Each rank has a *board*, a table of slots in its own memory. A collective goes:
              At last mark the own slot FINISHED: this rank needs nothing more of this collective from anybody
     drained  all peers' slots of that tag are FINISHED: what was lent may be written and freed
 
+A rank may post the next gather of parameters as soon as they rest (*offer*), long before it gathers them itself: then
+no peer waits for a rank that is a bit behind. Before the parameters change, offers are withdrawn and all ranks agree.
+
 Slots are found by tag, not by order, so ranks may wait for collectives in different orders. They are in lock-step all
 the same, as they are over a network: a rank that never posts keeps the others waiting, and past the time limit they
 say for whom.
@@ -41,7 +44,7 @@ from torch import Tensor
 from strategies.journal import Entry
 from strategies.transfer import Pending, Tag, add_in_order
 
-SLOTS = 256  # collectives a rank may have posted before it waits for peers to finish the oldest
+SLOTS = 4096  # collectives a rank may have posted before it waits for peers to finish the oldest
 _TAG, _ADDRESS, _BYTES, _STATE, _WORDS = 0, 1, 2, 3, 4
 _EMPTY, _POSTED, _FINISHED = 0, 1, 2
 _CHUNK_BYTES = 1 << 19  # of a peer's gradients at a time: it is still in the cache when it is added
@@ -84,7 +87,7 @@ class _Lent:
 
     tag: int
     tensor: Tensor
-    entry: Entry
+    entry: Entry | None = None  # of the collective in the journal; None while it is only offered
     waited: bool = False
 
 
@@ -105,12 +108,9 @@ class Board:
 
     # -- lending --------------------------------------------------------------------------------------------------
 
-    def post(self, tag: Tag, tensor: Tensor, entry: Entry) -> int:
-        """Lend `tensor` under `tag`; returns the slot."""
-        slot = self._next
-        self._next = (slot + 1) % SLOTS
-        if slot in self._lent:
-            self.take_back(slot, block=True)
+    def post(self, tag: Tag, tensor: Tensor, entry: Entry | None) -> int:
+        """Lend `tensor` under `tag`; returns the slot. The same on all ranks that make the same calls."""
+        slot = self._free_slot()
         base, table = slot * _WORDS, self._table
         table[base + _TAG] = 0
         table[base + _ADDRESS] = tensor.data_ptr()
@@ -119,6 +119,27 @@ class Board:
         self._lent[slot] = _Lent(tag.identity(), tensor, entry)
         table[base + _TAG] = tag.identity()  # last: it makes the rest valid
         return slot
+
+    def _free_slot(self) -> int:
+        for _ in range(SLOTS):
+            slot = self._next
+            self._next = (slot + 1) % SLOTS
+            lent = self._lent.get(slot)
+            if lent is None:
+                return slot
+            if lent.waited:
+                self.take_back(slot, block=True)
+                return slot
+        raise RuntimeError(f"{SLOTS} collectives are posted and none was waited for; fix: fewer ZeRO units")
+
+    def begin(self, slot: int, entry: Entry) -> None:
+        """What was offered in the slot has become this collective."""
+        self._lent[slot].entry = entry
+
+    def withdraw(self, slot: int) -> None:
+        """Offer it no longer. No peer may be reading it."""
+        self._table[slot * _WORDS + _TAG] = 0
+        del self._lent[slot]
 
     def finish(self, slot: int) -> None:
         """This rank needs nothing more of the collective in this slot."""
@@ -137,6 +158,7 @@ class Board:
             CollectiveError: `block`, and a peer is gone or does not come to it within the time limit.
         """
         lent = self._lent[slot]
+        assert lent.entry is not None, "an offer is withdrawn, not taken back"
         for other in self.others:
             if self._is_done(other, slot, lent.tag):
                 continue
@@ -253,19 +275,22 @@ class PeerMemory:
     """The large collectives of one communicator. Made by `connect`."""
 
     name = "direct reads of the other ranks' memory"
-    in_flight = 1  # a reduction waits for the next one to be posted, so that a rank that is a bit late stops nobody
+    in_flight = 2  # a reduction waits for the next two to be posted, so that a rank that is a bit late stops nobody
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._size = len(board.peers)
         self._chunks: dict[torch.dtype, list[Tensor]] = {}
+        self._offers: dict[int, int] = {}  # tag -> slot
         weakref.finalize(self, board.leave)  # also when the interpreter ends
 
     def all_gather(self, full: Tensor, own: Tensor, *, tag: Tag, entry: Entry,
                    prepare: Callable[[], None] | None = None) -> Pending:
         """See `Communicator.all_gather`."""
         board = self._board
-        slot = board.post(tag, own, entry)
+        offered = self._offers.pop(tag.identity(), None)
+        slot = board.post(tag, own, entry) if offered is None else offered
+        board.begin(slot, entry)
 
         def finish() -> None:
             if prepare is not None:
@@ -304,6 +329,16 @@ class PeerMemory:
             board.finish(slot)
 
         return Pending(entry=entry, keep=[full, out], finish=finish, released=self._released(slot, tag))
+
+    def offer(self, own: Tensor, *, tag: Tag) -> None:
+        """See `Communicator.offer`."""
+        self._offers[tag.identity()] = self._board.post(tag, own, None)
+
+    def withdraw(self) -> None:
+        """See `Communicator.withdraw`."""
+        for slot in self._offers.values():
+            self._board.withdraw(slot)
+        self._offers.clear()
 
     def drain(self) -> None:
         """See `Communicator.drain`."""

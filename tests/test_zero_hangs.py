@@ -193,7 +193,7 @@ def gather_against_reduce(rank):
     axis, (unit, other) = engine.mesh.data_shard, engine.units[:2]
     flat = torch.ones(4)
     if rank == 0:
-        text, _ = message_of(lambda: axis.all_gather(flat, tag=unit.tag("gather")).wait())
+        text, _ = message_of(lambda: axis.all_gather(flat, axis.slice_of(flat), tag=unit.tag("gather")).wait())
     else:
         text, _ = message_of(lambda: axis.reduce_scatter(flat, torch.empty(2), tag=other.tag("reduce")).wait())
     time.sleep(1.0)

@@ -38,6 +38,11 @@ def gathered_records(records: Sequence[ParameterRecord], *, write: bool = True) 
     """`gathered`, by record."""
     units = sorted({record.unit for record in records}, key=lambda unit: unit.index)
     with contextlib.ExitStack() as stack:
+        if write:
+            for unit in units:
+                unit.withdraw()
+            for data in {unit.data for unit in units}:
+                data.barrier(what="edit of parameters")
         for unit in units:
             stack.enter_context(unit.pinned())
         before = {unit: [group.full.clone() for group in unit.groups] for unit in units} if write else {}

@@ -73,6 +73,7 @@ class Unit:
         self.version = 0  # grows when parameters change; a backward of an older forward is refused
         self._phase = Phase.READY
         self._pending: list[Pending] = []
+        self._offered: list[Tag] = []  # of the next gather, by group; empty: not offered
         self._pins = 0
 
     @property
@@ -114,8 +115,27 @@ class Unit:
             return
         self.phase = Phase.GATHERING
         self.num_gathers += 1
+        offered, self._offered = (self._offered, []) if operation == "gather" else ([], self._offered)
+        tags = offered or self._gather_tags(operation)
+        self._pending = [group.begin_gather(tag=tag) for group, tag in zip(self.groups, tags, strict=True)]
+
+    def _gather_tags(self, operation: str) -> list[Tag]:
         # One tag, hence one round, per group: groups of a unit must not be told apart by size alone.
-        self._pending = [group.begin_gather(tag=self.tag(operation)) for group in self.groups]
+        return [self.tag(operation) for _ in self.groups]
+
+    def offer(self) -> None:
+        """Let other ranks read this rank's shards for the next gather whenever they come to it. Local."""
+        if self.phase is not Phase.RESTING or self._offered:
+            return
+        self._offered = self._gather_tags("gather")
+        for group, tag in zip(self.groups, self._offered, strict=True):
+            group.axis.offer(group.resting, tag=tag)
+
+    def withdraw(self) -> None:
+        """Take the offer back: the parameters are about to change. A collective of all ranks has to follow."""
+        self._offered = []
+        for group in self.groups:
+            group.axis.withdraw()
 
     def wait_ready(self, operation: str = "gather") -> None:
         """Gather if needed and return with the parameters attached."""
@@ -138,6 +158,7 @@ class Unit:
         for group in self.groups:
             group.free()
         self.phase = Phase.RESTING
+        self.offer()
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
@@ -159,4 +180,6 @@ class Unit:
     def publish(self) -> list[Pending]:
         """After the optimizer's step: start making the new values the ones that rest. Collective over the axis."""
         self.changed()
-        return [group.publish(tag=self.tag("publish")) for group in self.groups]
+        pending = [group.publish(tag=self.tag("publish")) for group in self.groups]
+        self.offer()
+        return pending
