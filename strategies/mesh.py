@@ -105,7 +105,9 @@ class Mesh:
         self.device = device if device is not None else default_device()
         self.timeout_s = timeout_s
         self.coordinates = self.shape.coordinates(self.rank)
-        self.journal = Journal(rank=self.rank, world_size=world_size, timeout_s=timeout_s)
+        # torch's stand-in for ranks that are not there (backend "fake") has nobody to ask.
+        self._is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+        self.journal = Journal(rank=self.rank, world_size=1 if self._is_fake else world_size, timeout_s=timeout_s)
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
         self.data_shard = self._communicator("data_shard", ("data_shard",), transport=transport)
         self.data_replicate = self._communicator("data_replicate", ("data_replicate",), transport=transport)
@@ -138,7 +140,7 @@ class Mesh:
                       device: torch.device | None = None, own: bool = False,
                       transport: str = "native") -> Communicator:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
-        if dist.is_initialized() and dist.get_backend() == "fake":  # torch's stand-in for ranks that are not there
+        if self._is_fake:
             backend = "fake"
         mine: dist.ProcessGroup | None = None
         members = [self.rank]
