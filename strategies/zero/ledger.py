@@ -356,6 +356,7 @@ class GradientLedger:
             axis.drain()
         for account in self._accounts.values():
             account.reset()
+        self._pool.clear()
         self._touched, self._brought, self.nonfinite = set(), set(), ()
         self.state = LedgerState.OPEN
 
