@@ -13,6 +13,7 @@ An update runs: backward* -> close (gradients final) -> clip -> optimizer -> pub
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from strategies.zero.discover import assign, find_units
 from strategies.zero.held_model import HeldModel
 from strategies.zero.hooks import UnitHooks
 from strategies.zero.ledger import GradientLedger, LedgerState
+from strategies.zero.model_state import StateFit, whole_parameters, whole_state
 from strategies.zero.optimizer_state import full_state, load_full_state
 from strategies.zero.placement import RestingBytes, StagePolicy
 from strategies.zero.record import ParameterRecord, make_records
@@ -128,6 +130,7 @@ class Engine:
         self._hooks = UnitHooks(model, self.units, self.records, root=self._root, ledger=self.ledger,
                                 prefetch_units=prefetch_units, look=self._look)
         self._held = HeldModel(model, self.records, self.units)
+        weakref.finalize(self, mesh.data_shard.withdraw)  # a mesh may outlive an engine that nobody closes
         self._stepped: list[list[list[ParameterRecord]]] = []  # of each optimizer: the records of its groups
         self._before_steps: list[RemovableHandle] = []
         self.gradient_bytes_at_step = 0
@@ -390,27 +393,7 @@ class Engine:
         """
         self._require_open()
         wanted = only_rank is None or self.mesh.rank == only_rank
-        by_name = {}
-        for unit in self.units:
-            for record, value in self._full_values(unit):
-                if wanted:
-                    by_name.update(dict.fromkeys((record.name, *record.aliases), value.cpu()))
-        # keep_vars hands out the objects themselves, so placeholders are named without being read.
-        return {} if not wanted else {
-            name: by_name[name] if name in by_name
-            else entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry  # a module's extra state
-            for name, entry in self.module.state_dict(keep_vars=True).items()
-        }
-
-    def _full_values(self, unit: Unit) -> Iterator[tuple[ParameterRecord, Tensor]]:
-        """A copy of each of the unit's parameters, whole, in the type the model came in. Collective."""
-        for group in unit.groups:
-            wide = group.master is not None and group.master_dtype != group.compute_dtype
-            with contextlib.nullcontext() if wide else unit.pinned():
-                flat = group.whole_master(tag=unit.tag("read")) if wide else group.full
-                for position, record in enumerate(group.records):
-                    value = flat[group.layout.span(position)].detach().view(record.shape)
-                    yield record, value.to(record.dtype, copy=True)
+        return whole_state(self.module, self.units, wanted=wanted)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters (masters in full precision) and buffers from a full state dict, the same on every rank.
@@ -420,35 +403,14 @@ class Engine:
         Raises:
             ValueError: names are missing or unknown (`strict`), or a shape differs; nothing has been changed then.
         """
-        records = {name: record for record in self.records for name in (record.name, *record.aliases)}
-        buffers = self._persistent_buffers()
-        problems = []
-        if strict:
-            tied = {name for record in self.records if any(n in state for n in (record.name, *record.aliases))
-                    for name in (record.name, *record.aliases)}
-            problems += [f"missing: {name}" for name in (*records, *buffers) if name not in state and name not in tied]
-            problems += [f"unknown: {name}" for name in state if name not in records and name not in buffers]
-        for name, value in state.items():
-            shape = records[name].shape if name in records else buffers[name].shape if name in buffers else value.shape
-            if shape != value.shape:
-                problems.append(f"shape of {name}: {tuple(value.shape)}, the model has {tuple(shape)}")
-        if problems:
-            raise ValueError("state dict does not fit the model: " + "; ".join(problems))
+        fit = StateFit(self.module, self.records, state, strict=strict)
+        if fit.problems:
+            raise ValueError("state dict does not fit the model: " + "; ".join(fit.problems))
         self._withdraw()
         self.mesh.control.barrier(what="load_state_dict")
-        for name, value in state.items():
-            if name in records:
-                records[name].group.load(records[name].position, value.to(self.mesh.device))
-                records[name].unit.changed()
-            elif name in buffers:
-                buffers[name].copy_(value)
+        fit.apply(self.mesh.device)
         for unit in self.units:
             unit.offer()
-
-    def _persistent_buffers(self) -> dict[str, Tensor]:
-        parameters = {name for record in self.records for name in (record.name, *record.aliases)}
-        return {name: entry for name, entry in self.module.state_dict(keep_vars=True).items()
-                if name not in parameters}
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Full state of an optimizer (default: the first) in torch's own form, on every rank. Collective."""
@@ -490,7 +452,7 @@ class Engine:
         self._closed = True
         for unit in self.units:
             cast = any(group.compute_dtype != group.source_dtype for group in unit.groups)
-            values = list(self._full_values(unit)) if cast else []  # masters have more digits than what computed
+            values = list(whole_parameters(unit)) if cast else []  # masters have more digits than what computed
             unit.keep()
             for record, value in values:
                 if value.dtype != record.group.compute_dtype:
@@ -498,6 +460,7 @@ class Engine:
         for record in self.records:
             forget(record.parameter)
         self._hooks.remove()
+        self._withdraw()
         if self._own_mesh:
             self.mesh.close()
 

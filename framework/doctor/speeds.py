@@ -101,7 +101,8 @@ def _gather(axis: Communicator) -> Callable[[int], Callable[[], None]]:
 
     def at(numbytes: int) -> Callable[[], None]:
         full = _full(axis, numbytes)
-        return lambda: axis.all_gather(full, tag=tag()).wait()
+        own = axis.slice_of(full).clone()
+        return lambda: axis.all_gather(full, own, tag=tag()).complete()
 
     return at
 
@@ -112,9 +113,7 @@ def _reduce(axis: Communicator) -> Callable[[int], Callable[[], None]]:
     def at(numbytes: int) -> Callable[[], None]:
         full = _full(axis, numbytes)
         out = torch.empty(full.numel() // axis.size, device=axis.device)
-        scratch = torch.empty_like(out) if axis.size == 2 else None
-        make = None if scratch is None else (lambda numel, dtype: scratch)
-        return lambda: axis.reduce_scatter(full, out, tag=tag(), scratch=make).wait()
+        return lambda: axis.reduce_scatter(full, out, tag=tag()).complete()
 
     return at
 

@@ -29,7 +29,8 @@ def examine(config: RunConfig, *, folder: RunFolder) -> None:
     """
     started_s = time.monotonic()
     with connected(config) as device:
-        mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=config.trainer.timeout_s)
+        mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=config.trainer.timeout_s,
+                    transport=config.parallel.transport)
         with screen() as progress:
             findings = list(look_at_machine(config))
             shares = mesh.world.gather_list(torch.tensor([huge_page_share()]), what="allocator in force")

@@ -119,7 +119,8 @@ def open_session(config: RunConfig, *, folder: RunFolder, launch_dir: Path,
         source = _with_tokenizer_of_weights(source, config, scratch=folder.path)
         for notice in source.notices:
             progress.say(notice)
-        mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=config.trainer.timeout_s)
+        mesh = Mesh(mesh_shape(config.parallel), device=device, timeout_s=config.trainer.timeout_s,
+                    transport=config.parallel.transport)
         _require_same_data(mesh, source)
         torch.manual_seed(config.seed * 1_000_003 + mesh.rank)  # dropout: another stream on every rank
         yield Session(config, folder, resolutions, progress, mesh, source,
