@@ -169,9 +169,9 @@ class Parallel:
     data_replicate: int = knob("groups the data axis is split into; state is sharded inside a group", at_least=1)
     sequence: int = knob("ranks that share one sequence", at_least=1)
     tensor: int = knob("ranks that share one layer", at_least=1)
-    transport: str = knob("how large buffers move between data ranks; auto takes the fastest that works: reads of each "
-                          "other's memory on one host, pairwise messages, or the backend's own collectives",
-                          choices=("peer_memory", "pairwise", "native"), auto=True)
+    transport: str = knob("how large buffers move between data ranks: reads of each other's memory on one host, "
+                          "pairwise messages, the backend's own collectives, or the fastest of these that works",
+                          choices=("fastest", "peer_memory", "pairwise", "native"))
 
 
 @dataclass

@@ -27,7 +27,7 @@ from strategies.transfer import Pending, Tag
 
 __all__ = ["FEW_RANKS", "TRANSPORTS", "CollectiveError", "Communicator", "Pending", "Tag"]
 
-TRANSPORTS = ("auto", "peer_memory", "pairwise", "native")
+TRANSPORTS = ("fastest", "peer_memory", "pairwise", "native")
 FEW_RANKS = 16  # up to here a rank addresses each other one itself; its Python work per collective grows with them
 
 
@@ -57,7 +57,7 @@ class Communicator:
     Args:
         group: None where the axis has one member.
         members: global ranks, in the axis's order.
-        transport: how large buffers move, one of TRANSPORTS; "auto" takes the fastest that works here.
+        transport: how large buffers move, one of TRANSPORTS; "fastest" takes the first that works here.
         timeout_s: longest wait for another member.
 
     Raises:
@@ -80,7 +80,7 @@ class Communicator:
 
     def _choose(self, wanted: str, backend: str, timeout_s: float) -> Transport:
         few_on_gloo = backend == "gloo" and self.size <= FEW_RANKS
-        if wanted == "peer_memory" or (wanted == "auto" and few_on_gloo):
+        if wanted == "peer_memory" or (wanted == "fastest" and few_on_gloo):
             memory = connect(rank=self._rank, index=self.index, timeout_s=timeout_s, agree=self._agree,
                              exchange=lambda value: self.gather_objects(value, what="where ranks run"))
             if memory is not None:
@@ -88,8 +88,8 @@ class Communicator:
             if wanted == "peer_memory":
                 raise ValueError(f"transport='peer_memory' on axis {self.name}: ranks {list(self.members)} cannot read "
                                  "each other's memory (another host or container, or the kernel forbids it); "
-                                 "fix: transport='auto'")
-        if wanted == "pairwise" or (wanted == "auto" and few_on_gloo):
+                                 "fix: transport='fastest'")
+        if wanted == "pairwise" or (wanted == "fastest" and few_on_gloo):
             return Pairwise(self._group, index=self.index, size=self.size)
         return Native(self._group)
 

@@ -85,16 +85,16 @@ class Mesh:
         device: where this rank computes; None takes the local GPU when there is one, else the CPU.
         timeout_s: how long a rank waits in a collective before it fails.
         transport: how large buffers move on the data axes: "peer_memory", "pairwise", "native" (collectives.py), or
-            "auto", the fastest that works here.
+            "fastest", the first of them that works here.
 
     Raises:
         ValueError: the shape does not cover the world, or the transport cannot be had.
     """
 
     def __init__(self, shape: MeshShape | None = None, *, device: torch.device | None = None,
-                 timeout_s: float = 600.0, transport: str = "auto") -> None:
+                 timeout_s: float = 600.0, transport: str = "fastest") -> None:
         if transport not in TRANSPORTS:
-            raise ValueError(f"transport={transport!r}: allowed are {', '.join(TRANSPORTS)}; fix: transport='auto'")
+            raise ValueError(f"transport={transport!r}: allowed are {', '.join(TRANSPORTS)}; fix: transport='fastest'")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.shape = shape if shape is not None else MeshShape(data_shard=world_size)

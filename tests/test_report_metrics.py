@@ -29,7 +29,7 @@ def small_config() -> schema.RunConfig:
         model=schema.GptModel(name="gpt2", vocab_size=512, max_seq_len=64, hidden_size=32, num_layers=4, num_heads=4,
                               dropout=0.0, activation_checkpointing="none", loss_chunk_tokens=None, weights=None),
         dataset=schema.SyntheticDataset(name="synthetic", num_samples=8, num_validation_samples=0, seq_len=64),
-        parallel=schema.Parallel(pipeline=1, data=4, data_replicate=2, sequence=1, tensor=1),
+        parallel=schema.Parallel(pipeline=1, data=4, data_replicate=2, sequence=1, tensor=1, transport="fastest"),
         zero=schema.Zero(stage=3, prefetch_units=1),
         precision=schema.Precision(name="bf16", gradient_dtype="fp32"),
         optimizer=schema.SgdOptimizer(name="sgd", lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0),

@@ -19,7 +19,6 @@ MIB = 1 << 20
 REPEATS, WARMUPS = 5, 2
 VOTES = 200
 SLOWER = 1.5  # times torch's own: worth a warning
-ENGINE = 0  # of the tags; no engine is there
 # torch 2.13 renames these two and warns at each use of the old names; 2.11 has the old ones only.
 native_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 native_reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,9 +35,9 @@ def measure(mesh: Mesh) -> Iterator[Finding]:
                                      if axis.size > 1))
     axis = mesh.data_shard if mesh.data_shard.size > 1 else mesh.data
     for name, theirs, ours in (
-        ("all-gather", _native_gather(axis), _gather(axis)),
-        ("reduce-scatter", _native_reduce(axis), _reduce(axis)),
-        ("all-reduce", _native_sum(axis), _sum(axis)),
+        ("all-gather", _native_gather(axis), _gather(mesh, axis)),
+        ("reduce-scatter", _native_reduce(axis), _reduce(mesh, axis)),
+        ("all-reduce", _native_sum(axis), _sum(mesh, axis)),
     ):
         yield _compared(mesh, axis, name, theirs, ours)
     yield _vote(mesh)
@@ -89,15 +88,15 @@ def _full(axis: Communicator, numbytes: int) -> Tensor:
     return torch.ones(numbytes // 4 // axis.size * axis.size, device=axis.device)
 
 
-def _tag(operation: str) -> Callable[[], Tag]:
+def _tag(mesh: Mesh, operation: str) -> Callable[[], Tag]:
     """Fresh tags, the same on every rank."""
-    rounds = iter(range(1 << 30))
+    rounds, engine = iter(range(1 << 30)), mesh.next_engine()  # tags may not be used twice
     number = Tag.OPERATIONS.index(operation)
-    return lambda: Tag(ENGINE, 0, number, next(rounds), "doctor")
+    return lambda: Tag(engine, 0, number, next(rounds), "doctor")
 
 
-def _gather(axis: Communicator) -> Callable[[int], Callable[[], None]]:
-    tag = _tag("gather")
+def _gather(mesh: Mesh, axis: Communicator) -> Callable[[int], Callable[[], None]]:
+    tag = _tag(mesh, "gather")
 
     def at(numbytes: int) -> Callable[[], None]:
         full = _full(axis, numbytes)
@@ -107,8 +106,8 @@ def _gather(axis: Communicator) -> Callable[[int], Callable[[], None]]:
     return at
 
 
-def _reduce(axis: Communicator) -> Callable[[int], Callable[[], None]]:
-    tag = _tag("reduce")
+def _reduce(mesh: Mesh, axis: Communicator) -> Callable[[int], Callable[[], None]]:
+    tag = _tag(mesh, "reduce")
 
     def at(numbytes: int) -> Callable[[], None]:
         full = _full(axis, numbytes)
@@ -118,8 +117,8 @@ def _reduce(axis: Communicator) -> Callable[[int], Callable[[], None]]:
     return at
 
 
-def _sum(axis: Communicator) -> Callable[[int], Callable[[], None]]:
-    tag = _tag("replicate")
+def _sum(mesh: Mesh, axis: Communicator) -> Callable[[int], Callable[[], None]]:
+    tag = _tag(mesh, "replicate")
 
     def at(numbytes: int) -> Callable[[], None]:
         full = _full(axis, numbytes)
