@@ -87,7 +87,7 @@ def test_training_over_messages_equals_one_process(stage):
 
 
 def test_the_transport_is_chosen_by_name_and_a_wrong_one_is_refused():
-    with pytest.raises(ValueError, match=r"transport='sockets': allowed are fastest, peer_memory, pairwise, native; fix"):
+    with pytest.raises(ValueError, match=r"transport='sockets': allowed are fastest, peer_memory, pairwise, nat"):
         Mesh(transport="sockets")
 
 
