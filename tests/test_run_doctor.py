@@ -95,14 +95,13 @@ def test_the_allocator_is_judged_by_its_effect(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     unset = judge_allocator([0.0, 0.0])
     assert unset.verdict is Verdict.WARNING
-    assert "GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in unset.fix
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=" in unset.fix
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
     assert judge_allocator([1.0, 0.9]).verdict is Verdict.OK
     without_effect = judge_allocator([1.0, 0.1])
     assert without_effect.verdict is Verdict.WARNING
     assert "1 of 2 ranks" in without_effect.text
-    assert "see huge pages" in without_effect.fix
+    assert "unset them" in without_effect.fix
 
 
 def test_the_report_puts_each_fix_below_its_line():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,8 @@ from framework.plan import bytes_text
 from framework.report import versions
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-ROLLUP = Path("/proc/self/smaps_rollup")
 PROBE_BYTES = 64 << 20
-ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "MALLOC_CONF")
+ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_CONF")
 LEAST_FREE_BYTES = 1 << 30
 
 
@@ -111,21 +111,22 @@ def _backends() -> Finding:
     return ok("backends", ", ".join(names), available=there)
 
 
-def huge_page_share() -> float:
-    """Share of a freshly written large tensor that lies in huge pages, from what the kernel counts. Local."""
-    before = _huge_bytes()
-    probe = torch.empty(PROBE_BYTES, dtype=torch.uint8).fill_(1)
-    after = _huge_bytes()
-    return max(0.0, min(1.0, (after - before) / probe.numel()))
+def kept_share() -> float:
+    """Share of a large tensor's memory that the next one of its size gets without new pages from the kernel. Local."""
+    pages = PROBE_BYTES // resource.getpagesize()
+    torch.empty(PROBE_BYTES, dtype=torch.uint8).fill_(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(PROBE_BYTES, dtype=torch.uint8).fill_(1)
+    return max(0.0, 1.0 - (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / pages)
 
 
 def judge_allocator(shares: list[float]) -> Finding:
-    """What the allocator settings are, and on how many ranks they work. `shares`: `huge_page_share` of each rank."""
+    """What the allocator settings are, and on how many ranks they work. `shares`: `kept_share` of each rank."""
     settings = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
     text = ", ".join(f"{name}={value}" for name, value in settings.items()) or "no settings"
     works = sum(share > 0.5 for share in shares)
-    text += f"; a new {bytes_text(PROBE_BYTES)} tensor lies in huge pages on {works} of {len(shares)} ranks"
-    values = {"settings": settings, "huge_page_share_per_rank": shares}
+    text += f"; a freed {bytes_text(PROBE_BYTES)} tensor's memory is kept on {works} of {len(shares)} ranks"
+    values = {"settings": settings, "kept_share_per_rank": shares}
     missing = worker_allocator_environment()
     if works == len(shares):
         return ok("allocator", text, **values)
@@ -133,14 +134,5 @@ def judge_allocator(shares: list[float]) -> Finding:
         fix = ("start with python -m framework, which sets them for its processes, or export "
                + " ".join(f"{name}={value}" for name, value in missing.items()))
     else:
-        fix = "the settings have no effect: see huge pages above; glibc 2.35 or newer is needed, and free memory"
+        fix = "the settings do not keep freed memory: unset them to get the launcher's; glibc 2.35 or newer is needed"
     return warning("allocator", text, fix=fix, **values)
-
-
-def _huge_bytes() -> int:
-    if not ROLLUP.exists():
-        return 0
-    for line in ROLLUP.read_text().splitlines():
-        if line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * 1024
-    return 0

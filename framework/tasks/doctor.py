@@ -10,7 +10,7 @@ import torch
 from framework.build import mesh_shape
 from framework.config import RunConfig
 from framework.doctor.findings import Finding, Verdict, lines
-from framework.doctor.machine import huge_page_share, judge_allocator, look_at_machine
+from framework.doctor.machine import judge_allocator, kept_share, look_at_machine
 from framework.doctor.self_test import self_test
 from framework.doctor.speeds import measure
 from framework.report import Measured, Recorded, build_summary
@@ -33,7 +33,7 @@ def examine(config: RunConfig, *, folder: RunFolder) -> None:
                     transport=config.parallel.transport)
         with screen() as progress:
             findings = list(look_at_machine(config))
-            shares = mesh.world.gather_list(torch.tensor([huge_page_share()]), what="allocator in force")
+            shares = mesh.world.gather_list(torch.tensor([kept_share()]), what="allocator in force")
             findings.append(judge_allocator([round(float(share[0]), 3) for share in shares]))
             findings += [*measure(mesh), *self_test(mesh)]
             if mesh.rank == 0:
