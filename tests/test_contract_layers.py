@@ -64,13 +64,14 @@ PRIVATE = {
         "_no_split_modules": "how Hugging Face models declare their blocks",
     },
     "strategies/zero/torch_private.py": {  # each with its reason in the file
-        "_modules": "a walk over them in each pass, without names",
+        "_modules": "a walk over them in each pass, without names; a child called as torch.compile's wrapper calls it",
         "_parameters": "the same",
         "_backward_hooks": "the order of a tensor's hooks, which registering cannot choose",
         "torch._C": "the home of the next two",
         "torch._C._current_graph_task_id": "two backwards through one graph are told apart by nothing else",
         "torch._C._autograd": "the home of _unsafe_set_version_counter",
         "torch._C._autograd._unsafe_set_version_counter": "its public wrapper only restores a counter after a block",
+        "torch.utils._python_dispatch._disable_current_modes": "selective checkpointing must not see the engine's copies",
         "torch.autograd.Variable._execution_engine": "a callback for the end of a backward, as DDP and FSDP2 use it",
     },
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.zero.torch_private import (
     after_this_backward,
     identities,
+    is_compiled_wrapper,
+    outside_dispatch_modes,
     plain_tensor_functions,
     register_first_hook,
     running_backward,
@@ -93,3 +96,28 @@ def test_identities_show_any_change_of_parameters_and_children():
         assert identities(model.modules()) not in seen[-1:]
         seen.append(identities(model.modules()))
     assert identities(model.modules()) == seen[-1]
+
+
+def test_no_dispatch_mode_sees_what_runs_outside_of_them():
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Seeing():
+        x.clone()
+        with outside_dispatch_modes():
+            x.clone()
+        x.clone()
+    assert len(seen) == 2
+
+
+def test_the_wrapper_that_torch_compile_makes_is_told_from_a_module():
+    module = nn.Linear(2, 2)
+    assert is_compiled_wrapper(torch.compile(module, backend="eager"))
+    assert not is_compiled_wrapper(module)
+    module.compile(backend="eager")
+    assert not is_compiled_wrapper(module)

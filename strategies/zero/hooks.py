@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.zero.kept_state import keep_state
 from strategies.zero.ledger import GradientLedger
 from strategies.zero.order import UseOrder
 from strategies.zero.record import ParameterRecord
@@ -90,6 +91,7 @@ class UnitHooks:
         for record in records:
             if record.trainable:
                 self.take_gradients(record)
+        self._handles.extend(keep_state(model, ModuleHook))  # before the units': those must be the first to run
         for unit in self._units:
             pre, post = _unit_hooks(self, unit)
             self._handles.append(unit.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
@@ -309,10 +311,14 @@ def _grad_hook(ledger: GradientLedger, record: ParameterRecord) -> Callable[[Ten
 
 
 class ModuleHook:
-    """A hook on the user's module. A copy of the module is plain torch: the copied hook does nothing."""
+    """A hook on the user's module. A copy of the module is plain torch: the copied hook does nothing.
+
+    torch.compile does not look into it: a compiled module that holds units breaks its graph at their borders, where the
+    hooks run as ever, and compiles what is between them.
+    """
 
     def __init__(self, act: Callable[..., None]) -> None:
-        self._act = act
+        self._act = torch.compiler.disable(act)
 
     def __call__(self, *args: Any) -> None:
         self._act(*args)

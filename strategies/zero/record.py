@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from strategies.zero.torch_private import is_compiled_wrapper
+
 if TYPE_CHECKING:
     from strategies.zero.flat_group import FlatGroup
     from strategies.zero.unit import Unit
@@ -63,8 +65,14 @@ def make_records(model: nn.Module) -> list[ParameterRecord]:
     """One record per parameter object of `model`, in `named_parameters` order.
 
     Raises:
-        ValueError: a parameter is uninitialised (lazy), of whole numbers, or on the meta device.
+        ValueError: a parameter is uninitialised (lazy), of whole numbers, or on the meta device; a module is wrapped by
+            torch.compile, which would put `_orig_mod.` into names.
     """
+    for path, module in model.named_modules():
+        if is_compiled_wrapper(module):
+            where = f"module '{path}'" if path else "the model"
+            raise ValueError(f"{where} is wrapped by torch.compile(), so '_orig_mod.' would be in the names of its "
+                             "checkpoints; fix: compile in place, module.compile(), before or after the engine")
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

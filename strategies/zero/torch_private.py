@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def plain_tensor_functions() -> contextlib.AbstractContextManager[None]:
@@ -53,3 +54,14 @@ def identities(modules: Iterable[nn.Module]) -> list[int]:
 def set_version(tensor: Tensor, version: int) -> None:
     """Set the counter by which autograd notices that a saved tensor has changed; the public way only restores it."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def outside_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no TorchDispatchMode sees what runs: selective checkpointing's takes every operation in a recomputation
+    for one of the forward's and refuses those it does not know."""
+    return _disable_current_modes()
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether `module` is what `torch.compile(module)` returns; nothing public tells without importing dynamo."""
+    return isinstance(module._modules.get("_orig_mod"), nn.Module)
