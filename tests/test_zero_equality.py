@@ -54,6 +54,7 @@ def compare(model: str, *, world: int, stage: int, accumulate: int, steps: int =
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_fp64_equals_one_process_to_ten_decimals(world, stage, accumulate):
+    """C02: LayerNorm, AdamW with decay, clipping, accumulation."""
     compare("stack", world=world, stage=stage, accumulate=accumulate, dtype=torch.float64, atol=1e-10, clip_norm=0.5)
 
 
@@ -78,6 +79,7 @@ def test_16_bit_compute_with_fp32_masters_equals_one_process(world, stage, accum
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_kind_of_model_equals_one_process(world, stage, model):
+    """Among them C46: sizes of zero first, in the middle and last ("tiny")."""
     atol = 1e-6 if model == "mixed" else 1e-10  # it has fp32 parameters whatever the type
     compare(model, world=world, stage=stage, accumulate=2, dtype=torch.float64, atol=atol, clip_norm=0.5)
 
@@ -94,4 +96,5 @@ def test_clipping_by_value_equals_one_process(stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_built_from_different_seeds_start_from_the_first_rank(stage):
+    """C88; buffers: test_zero_buffers.py."""
     compare("stack", world=2, stage=stage, accumulate=1, dtype=torch.float64, atol=1e-10, own_seed=True)

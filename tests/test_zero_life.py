@@ -112,6 +112,7 @@ def test_each_unit_keeps_one_storage_object_and_frees_it():
 
 
 def evaluation_leaves_no_trace(rank, stage):
+    """C35: train and eval mode x no_grad, inference_mode and gradients."""
     def run(evaluate):
         engine = strategies.Engine(make("stack"), optimizer=adamw, zero=stage)
         train_step(engine, 0, rank)
@@ -159,6 +160,7 @@ def test_a_step_gathers_each_unit_as_often_as_it_must():
 
 
 def one_reduction(rank, stage, reentrant):
+    """C49: three uses under recomputation."""
     import functools
 
     model = functools.partial(MODELS["checkpointed"], use_reentrant=reentrant, repeats=3)
@@ -185,6 +187,8 @@ def test_a_layer_used_many_times_with_recomputation_has_the_right_gradient(stage
 
 
 def frozen_with_recomputation(rank, reentrant):
+    """C34: a frozen norm and a trainable layer in a recomputed block."""
+
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -235,7 +239,7 @@ def test_backward_of_a_loss_from_before_the_update_is_refused(stage):
 
 
 def two_engines(rank):
-    """A at stage 3 and B at stage 1 with one loss through both, then alternating, then A alone after B closed."""
+    """C94: A at stage 3 and B at stage 1 with one loss through both, then alternating, then A alone after B closed."""
     a, b = strategies.Engine(make("stack"), optimizer=adamw, zero=3), strategies.Engine(
         make("tied", seed=1), optimizer=adamw, zero=1)
     one, two = make("stack"), make("tied", seed=1)
@@ -271,6 +275,8 @@ def test_engines_are_independent_and_one_loss_may_run_through_several():
 
 
 def steady_state(rank, stage):
+    """C67: tensors and hooks after five and after twenty steps; the engine dies with close()."""
+
     def census():
         gc.collect()
         return sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor))
@@ -299,6 +305,8 @@ def test_nothing_grows_with_steps_and_a_closed_engine_dies(stage):
 
 
 def weights_outside_their_unit(rank):
+    """C70: named, and right where a unit holds all users."""
+
     class Borrower(nn.Module):
         def __init__(self):
             super().__init__()
@@ -404,7 +412,7 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_by_name():
 
 
 def prebuilt_with_groups_and_state(rank, stage):
-    """An optimizer object with three groups, one step old, keeps options, identity and state."""
+    """C37: an optimizer object with three groups, one step old, keeps options, identity and state."""
     def build(model):
         named = list(model.named_parameters())
         return torch.optim.AdamW([
