@@ -71,7 +71,7 @@ PRIVATE = {
         "torch._C._current_graph_task_id": "two backwards through one graph are told apart by nothing else",
         "torch._C._autograd": "the home of _unsafe_set_version_counter",
         "torch._C._autograd._unsafe_set_version_counter": "its public wrapper only restores a counter after a block",
-        "torch.utils._python_dispatch._disable_current_modes": "selective checkpointing must not see the engine's copies",
+        "torch.utils._python_dispatch._disable_current_modes": "selective checkpointing must not see our copies",
         "torch.autograd.Variable._execution_engine": "a callback for the end of a backward, as DDP and FSDP2 use it",
     },
 }

@@ -87,7 +87,7 @@ def test_parameters_and_buffers_start_from_the_first_rank(world, stage):
 
 
 def out_and_in(rank, world, stage):
-    """C44: after three steps the export gives a plain model with equal evaluation; loading sets every rank's buffers."""
+    """C44: a plain model with the export evaluates the same; loading sets every rank's buffers."""
     engine = strategies.Engine(build(rank), optimizer=adamw, zero=stage)
     for step in range(3):
         engine.backward(loss_of(engine(batch(step, 0, 0))))  # the same batch everywhere: so are running statistics

@@ -103,7 +103,8 @@ def momentum(model):
 
 def padding_of(layout, within):
     """Positions in `within` (a range of the buffer) that belong to no parameter."""
-    covered = {i for index in range(len(layout.shapes)) for i in range(*layout.span(index).indices(layout.padded_numel))}
+    spans = [layout.span(index) for index in range(len(layout.shapes))]
+    covered = {place for span in spans for place in range(span.start, span.stop)}
     return [i - within.start for i in within if i not in covered]
 
 

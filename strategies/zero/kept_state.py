@@ -1,7 +1,7 @@
 """Recomputation (activation checkpointing) runs a forward again in backward; what it does to buffers is undone.
 
-Running statistics and counters have been updated by the first forward. Losses and gradients do not show a second update,
-so torch's checkpoint lets it happen: three steps count as six batches. Here a module with buffers of its own that runs
+Running statistics and counters have been updated by the first forward. Losses and gradients show no second update, so
+torch's checkpoint lets it happen: three steps count as six batches. Here a module with buffers of its own that runs
 inside a backward gets them back as they were. It makes no difference who recomputes, or whether the module is a unit,
 lies in one, or around some.
 
