@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from framework.config import (
     AdagradOptimizer,
     AdamOptimizer,
+    Fp16Precision,
     GptModel,
     Parallel,
     RmspropOptimizer,
@@ -29,6 +30,7 @@ from framework.weights import read_weights
 from models.gpt2 import GPT2
 from models.initialise import initialise
 from strategies.engine import Engine
+from strategies.loss_scale import LossScaling
 from strategies.mesh import Mesh, MeshShape
 from strategies.precision import PrecisionPolicy
 
@@ -75,7 +77,13 @@ def build_engine(config: RunConfig, model: nn.Module, mesh: Mesh) -> Engine:
 
 
 def build_precision(config: RunConfig) -> PrecisionPolicy:
-    return PrecisionPolicy.of(config.precision.name, gradient=config.precision.gradient_dtype)
+    precision = config.precision
+    if isinstance(precision, Fp16Precision):
+        scaling = LossScaling(initial=precision.initial_scale, growth_interval=precision.growth_interval,
+                              hysteresis=precision.hysteresis, minimum=precision.min_scale)
+        return PrecisionPolicy.of(precision.name, loss_scale=scaling, max_skipped_steps=precision.max_skipped_steps)
+    return PrecisionPolicy.of(precision.name, gradient=precision.gradient_dtype, on_nonfinite=precision.on_nonfinite,
+                              max_skipped_steps=precision.max_skipped_steps)
 
 
 def optimizer_maker(config: AdamOptimizer | SgdOptimizer | RmspropOptimizer | AdagradOptimizer

@@ -185,10 +185,28 @@ class Zero:
 
 @dataclass
 class Precision:
-    """Arithmetic types. Masters and optimizer state are always fp32."""
+    """fp32 or bf16. Masters and optimizer state are always fp32."""
 
     name: str = knob("type of parameters and activations in compute", choices=("fp32", "bf16"))
     gradient_dtype: str = knob("type gradients are summed and reduced in", choices=("fp32", "bf16"))
+    on_nonfinite: str = knob("what gradients that are infinite or NaN do: skip the update, or stop the run",
+                             choices=("skip", "stop"))
+    max_skipped_steps: int = knob("updates that may be skipped in a row; one more stops the run", at_least=0)
+
+
+@dataclass
+class Fp16Precision:
+    """fp16 with a dynamic loss scale. Masters, optimizer state and gradient sums are fp32.
+
+    An update that overflows is skipped: that is how the scale finds its value.
+    """
+
+    name: str = knob("type of parameters and activations in compute", choices=("fp16",))
+    initial_scale: float = knob("factor on the loss at the start", above=0)
+    growth_interval: int = knob("updates in a row without overflow that double the scale", at_least=1)
+    hysteresis: int = knob("overflows until the scale is halved; growth fills them up again", at_least=1)
+    min_scale: float = knob("lowest scale; an overflow at it stops the run", above=0)
+    max_skipped_steps: int = knob("updates that may be skipped in a row; one more stops the run", at_least=0)
 
 
 @dataclass
@@ -319,7 +337,7 @@ class RunConfig:
     dataset: StdlibDataset | TextDataset | TokensDataset | HfDataset | SyntheticDataset
     parallel: Parallel
     zero: Zero
-    precision: Precision
+    precision: Precision | Fp16Precision
     optimizer: AdamOptimizer | SgdOptimizer | RmspropOptimizer | AdagradOptimizer
     schedule: Schedule
     trainer: Trainer
@@ -337,9 +355,10 @@ VARIANTS: dict[str, dict[str, type]] = {
     "model": {"gpt2": GptModel},
     "dataset": {"stdlib": StdlibDataset, "text": TextDataset, "tokens": TokensDataset, "hf": HfDataset,
                 "synthetic": SyntheticDataset},
+    "precision": {"fp32": Precision, "bf16": Precision, "fp16": Fp16Precision},
     "optimizer": {"adam": AdamOptimizer, "adamw": AdamOptimizer, "sgd": SgdOptimizer, "rmsprop": RmspropOptimizer,
                   "adagrad": AdagradOptimizer},
     "logger": {"none": NoLogger, "csv": FileLogger, "tensorboard": FileLogger, "wandb": WandbLogger},
 }
-GROUPS: dict[str, type] = {"parallel": Parallel, "zero": Zero, "precision": Precision, "schedule": Schedule,
-                           "trainer": Trainer, "batch": Batch, "run": Run, "log": Log}
+GROUPS: dict[str, type] = {"parallel": Parallel, "zero": Zero, "schedule": Schedule, "trainer": Trainer,
+                           "batch": Batch, "run": Run, "log": Log}

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from framework.config import RunConfig
+from framework.config import Fp16Precision, RunConfig
 
 MOST_RANKS_SHOWN = 16
 HASH_PREFIX = 12
@@ -89,7 +89,7 @@ def _settings(config: RunConfig, facts: PlanFacts) -> Table:
         ("model", _model(config, facts)),
         ("zero", _zero(config, facts)),
         ("resting memory", _resting(facts.resting_bytes_per_rank)),
-        ("precision", f"{config.precision.name}, gradients in {config.precision.gradient_dtype}, masters in fp32"),
+        ("precision", _precision(config)),
         ("batch", _batch(config, facts)),
         ("optimizer", _optimizer(config)),
         ("schedule", _schedule(config)),
@@ -123,6 +123,13 @@ def _resting(bytes_per_rank: Mapping[str, Sequence[int]]) -> str:
 def _range_text(sizes: Sequence[int]) -> str:
     low, high = bytes_text(min(sizes)), bytes_text(max(sizes))
     return low if low == high else f"{low} to {high}"
+
+
+def _precision(config: RunConfig) -> str:
+    precision = config.precision
+    if isinstance(precision, Fp16Precision):
+        return f"fp16, loss scale from {precision.initial_scale:g}, gradients in fp32, masters in fp32"
+    return f"{precision.name}, gradients in {precision.gradient_dtype}, masters in fp32"
 
 
 def _batch(config: RunConfig, facts: PlanFacts) -> str:

@@ -159,11 +159,17 @@ class Progress:
         fields = [f"step {clock.step}/{clock.total}"]
         if report is not None:
             fields.append(f"loss {report.loss:.4f}")
+            if report.grad_norm is not None and not report.has_norm:
+                fields.append("gradient norm not finite")
         fields.append(f"{duration(clock.elapsed_s)}<{duration(clock.left_s)}")
         if report is not None:
             fields.append(f"{report.tokens_per_s:,.0f} tok/s")
             fields.append(f"mem {memory_text(report.peak_memory_bytes_per_rank)}")
             fields.append(f"lr {report.lr:.2e}")
+            if report.skipped_steps:
+                fields.append(f"skipped {report.skipped_steps}")
+            if report.loss_scale is not None:
+                fields.append(f"loss scale {report.loss_scale:g}")
             fields.extend(f"{name} {value:.4g}" for name, value in report.extra.items())
         return fields
 

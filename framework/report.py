@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import platform
 import statistics
 import time
@@ -44,18 +45,32 @@ class StepReport:
     """Mean over the tokens of the step, unrounded."""
     lr: float
     grad_norm: float | None
-    """Before clipping."""
+    """Before clipping. Infinite or NaN in an update that was skipped for it: null in the line."""
     tokens: int
     """Tokens of this update."""
     step_time_s: float
     tokens_per_s: float
     peak_memory_bytes_per_rank: list[int]
+    loss_scale: float | None = None
+    """Factor on the loss in this update; None without loss scaling, and then not in the line."""
+    skipped_steps: int = 0
+    """Updates skipped so far, because gradients were not finite; in the line if there are any."""
     extra: dict[str, float] = field(default_factory=dict)
     """More fields of the same line, such as val_loss."""
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the gradient norm is a number."""
+        return self.grad_norm is not None and math.isfinite(self.grad_norm)
 
     def line(self) -> dict[str, Any]:
         """The object written to metrics.jsonl."""
         line = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        if not self.has_norm:
+            line["grad_norm"] = None
+        for name, absent in (("loss_scale", None), ("skipped_steps", 0)):
+            if line[name] == absent:
+                del line[name]
         clash = sorted(set(line) & set(self.extra))
         if clash:
             raise ValueError(f"extra metrics {clash} have the names of fields that every step has")
@@ -70,6 +85,7 @@ class Recorded:
         self.final_loss: float | None = None
         self.val_loss: float | None = None
         self.peak_memory_bytes_per_rank: list[int] | None = None
+        self.skipped_steps = 0
         self._times_s: list[float] = []
         self._tokens: list[int] = []
 
@@ -85,6 +101,7 @@ class Recorded:
         self.advance(line["step"])
         self.final_loss = line["loss"]
         self.val_loss = line.get("val_loss", self.val_loss)
+        self.skipped_steps = line.get("skipped_steps", self.skipped_steps)
         peaks = line["peak_memory_bytes_per_rank"]
         earlier = self.peak_memory_bytes_per_rank or [0] * len(peaks)
         self.peak_memory_bytes_per_rank = [max(pair) for pair in zip(earlier, peaks, strict=True)]
@@ -107,6 +124,11 @@ class Recorded:
         time_s = sum(self._times_s[1:] or self._times_s)
         return sum(self._tokens[1:] or self._tokens) / time_s if time_s > 0 else None
 
+    @property
+    def updates(self) -> dict[str, int]:
+        """Updates attempted, applied and skipped, as far as they are recorded."""
+        return {"attempted": self.steps, "applied": self.steps - self.skipped_steps, "skipped": self.skipped_steps}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -123,6 +145,8 @@ class Measured:
     """None takes the recorded steps' peak."""
     val_loss: float | None = None
     """None takes the last one recorded."""
+    updates: Mapping[str, int] | None = None
+    """Updates attempted, applied and skipped; None takes the recorded ones."""
     data_hash: str | None = None
     wall_time_s: float | None = None
     """None takes the reporter's own clock."""
@@ -140,6 +164,7 @@ def build_summary(
     summary = {
         "status": status,
         "steps": recorded.steps,
+        "updates": dict(recorded.updates if measured.updates is None else measured.updates),
         "final_loss": recorded.final_loss,
         "val_loss": recorded.val_loss if measured.val_loss is None else measured.val_loss,
         "world_size": measured.world_size,

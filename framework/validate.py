@@ -15,8 +15,10 @@ from framework.config import (
     AdamOptimizer,
     BenchmarkTask,
     EvaluateTask,
+    Fp16Precision,
     GenerateTask,
     HfDataset,
+    Precision,
     RunConfig,
     SgdOptimizer,
     StdlibDataset,
@@ -151,10 +153,21 @@ def nesterov_has_momentum(config: RunConfig, machine: Machine) -> Iterator[Probl
 
 @rule("precision")
 def gradients_as_wide_as_compute(config: RunConfig, machine: Machine) -> Iterator[Problem]:
-    if config.precision.name == "fp32" and config.precision.gradient_dtype != "fp32":
-        kind = config.precision.gradient_dtype
+    precision = config.precision
+    if isinstance(precision, Precision) and precision.name == "fp32" and precision.gradient_dtype != "fp32":
+        kind = precision.gradient_dtype
         fix = f"precision.gradient_dtype=fp32, or precision={kind}"
         yield Problem("precision.gradient_dtype", kind, "fp32 with precision=fp32", fix)
+
+
+@rule("precision")
+def loss_scale_starts_above_its_minimum(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    precision = config.precision
+    if isinstance(precision, Fp16Precision) and precision.initial_scale < precision.min_scale:
+        lowest = precision.min_scale
+        fix = f"precision.initial_scale={max(lowest, 65536.0):g}, or precision.min_scale={precision.initial_scale:g}"
+        yield Problem("precision.initial_scale", precision.initial_scale, f"at least precision.min_scale ({lowest:g})",
+                      fix)
 
 
 @rule("model.vocab_size", "dataset.name")

@@ -53,6 +53,11 @@ class UpdateGuard:
         """The factor on losses in this window."""
         return self.scale.value if self.scale is not None else None
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Updates so far: attempted, applied, skipped."""
+        return {"attempted": self.attempted, "applied": self.applied, "skipped": self.skipped}
+
     def record(self, nonfinite: Sequence[str], *, gradient_norm: float | None = None) -> StepResult:
         """Count one closed window and move the scale. Local, the same on every rank.
 
@@ -83,15 +88,16 @@ class UpdateGuard:
         if self._policy.on_nonfinite == "stop":
             raise NonFiniteError(f"{where}; on_nonfinite=stop; {fix}")
         if not kept:
-            raise NonFiniteError(f"{where}{scale}; the loss scale is at its minimum and would fall under it; {fix}")
+            raise NonFiniteError(f"{where}{scale}; the loss scale is at its minimum and would fall under it; {fix}, "
+                                 "or a lower minimum")
         if self.consecutive > self._policy.max_skipped_steps:
             raise NonFiniteError(f"{where}{scale}; {self.consecutive} updates in a row were skipped, allowed are "
                                  f"{self._policy.max_skipped_steps} (max_skipped_steps); {fix}")
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the scale's state, plain containers."""
-        return {"attempted": self.attempted, "applied": self.applied, "skipped": self.skipped,
-                "consecutive": self.consecutive, "scale": None if self.scale is None else self.scale.state_dict()}
+        return {**self.counts, "consecutive": self.consecutive,
+                "scale": None if self.scale is None else self.scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. A state of another precision has no scale, or one that is not needed."""

@@ -35,6 +35,8 @@ WRONG = [
     ("task.sample_timeout_s=0", "task.sample_timeout_s", "above 0", "task.sample_timeout_s="),
     ("parallel.data_replicate=2", "parallel.data_replicate", "1 for task=benchmark", "parallel.data_replicate=1"),
     ("precision=bf16 precision.gradient_dtype=bf16", "precision.gradient_dtype", "fp32", "gradient_dtype=fp32"),
+    ("precision=fp16", "precision", "fp32 or bf16 for task=benchmark", "precision=bf16"),
+    ("precision.on_nonfinite=stop", "precision.on_nonfinite", "skip for task=benchmark", "on_nonfinite=skip"),
     ("model.dropout=0.1", "model.dropout", "equal losses", "model.dropout=0"),
     ("trainer.gradient_clip_val=1 trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_algorithm", "norm",
      "trainer.gradient_clip_val=null"),

@@ -73,6 +73,11 @@ WRONG = [
     ("model.vocab_size=256", "model.vocab_size", "256", "at least 257", "model.vocab_size=257"),
     ("trainer.gradient_clip_val=0", "trainer.gradient_clip_val", "0", "above 0 or null", "gradient_clip_val=null"),
     ("precision.gradient_dtype=bf16", "precision.gradient_dtype", "bf16", "fp32", "precision=bf16"),
+    ("precision=fp8", "precision", "fp8", "bf16, fp16, fp32", "precision=fp"),
+    ("precision.on_nonfinite=ignore", "precision.on_nonfinite", "ignore", "one of skip, stop", "on_nonfinite=s"),
+    ("precision.max_skipped_steps=-1", "precision.max_skipped_steps", "-1", "at least 0", "max_skipped_steps=0"),
+    ("precision.initial_scale=8", "precision.initial_scale", "8", "precision=fp16 has it", "precision=fp16"),
+    ("precision.name=fp16", "precision.name", "fp16", "option of the group", "precision=fp16"),
     ("dataset.validation_fraction=0", "dataset.validation_fraction", "0", "held-out", "trainer.val_steps=0"),
     ("model.weights=lost", "model.weights", "/nowhere/lost", "no such file", "model.weights"),
 ]  # fmt: skip

@@ -18,8 +18,8 @@ from framework.run_folder import RunFolder
 
 METRICS_KEYS = ["step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "tokens_per_s",
                 "peak_memory_bytes_per_rank"]
-SUMMARY_KEYS = ["status", "steps", "final_loss", "val_loss", "world_size", "layout", "zero_stage", "precision",
-                "parameters", "resting_bytes_per_rank", "peak_memory_bytes_per_rank", "median_step_time_s",
+SUMMARY_KEYS = ["status", "steps", "updates", "final_loss", "val_loss", "world_size", "layout", "zero_stage",
+                "precision", "parameters", "resting_bytes_per_rank", "peak_memory_bytes_per_rank", "median_step_time_s",
                 "tokens_per_s", "wall_time_s", "data_hash", "versions"]
 
 
@@ -31,7 +31,7 @@ def small_config() -> schema.RunConfig:
         dataset=schema.SyntheticDataset(name="synthetic", num_samples=8, num_validation_samples=0, seq_len=64),
         parallel=schema.Parallel(pipeline=1, data=4, data_replicate=2, sequence=1, tensor=1, transport="fastest"),
         zero=schema.Zero(stage=3, prefetch_units=1),
-        precision=schema.Precision(name="bf16", gradient_dtype="fp32"),
+        precision=schema.Precision(name="bf16", gradient_dtype="fp32", on_nonfinite="skip", max_skipped_steps=20),
         optimizer=schema.SgdOptimizer(name="sgd", lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0),
         schedule=schema.Schedule(name="cosine", warmup_steps=2, final_ratio=0.1),
         trainer=schema.Trainer(accelerator="cpu", devices=4, num_nodes=1, threads=1, max_steps=20,

@@ -21,9 +21,9 @@ from support.run_oracle import oracle_model, oracle_source
 from support.run_probes import run_watched
 
 METRICS = {"step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "tokens_per_s", "peak_memory_bytes_per_rank"}
-SUMMARY = {"status", "steps", "final_loss", "val_loss", "world_size", "layout", "zero_stage", "precision", "parameters",
-           "resting_bytes_per_rank", "peak_memory_bytes_per_rank", "median_step_time_s", "tokens_per_s", "wall_time_s",
-           "data_hash", "versions"}
+SUMMARY = {"status", "steps", "updates", "final_loss", "val_loss", "world_size", "layout", "zero_stage", "precision",
+           "parameters", "resting_bytes_per_rank", "peak_memory_bytes_per_rank", "median_step_time_s", "tokens_per_s",
+           "wall_time_s", "data_hash", "versions"}
 
 
 def short(devices=2, **changes):
@@ -61,6 +61,7 @@ def assert_summary(run, devices):
     assert set(summary) == SUMMARY
     assert summary["status"] == "completed"
     assert (summary["steps"], summary["world_size"]) == (5, devices)
+    assert summary["updates"] == {"attempted": 5, "applied": 5, "skipped": 0}
     assert summary["final_loss"] == run.metrics[-1]["loss"]
     assert summary["val_loss"] == run.metrics[-1]["val_loss"]
     assert summary["layout"] == {"data": devices, "data_replicate": 1, "sequence": 1, "tensor": 1, "pipeline": 1}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from framework.benchmark.catalog import ALLOCATORS, SYSTEMS
-from framework.config import BenchmarkTask, RunConfig
+from framework.config import BenchmarkTask, Precision, RunConfig
 from framework.machine import Machine
 from framework.problems import Problem, listed, nearest
 from framework.rules import rule
@@ -56,12 +56,17 @@ def state_is_sharded_over_all_ranks(config: RunConfig, machine: Machine) -> Iter
 def every_system_has_the_precision(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     if not isinstance(config.task, BenchmarkTask):
         return
-    name, gradients = config.precision.name, config.precision.gradient_dtype
-    if name not in ("fp32", "bf16"):
-        yield Problem("precision.name", name, "fp32 or bf16 for task=benchmark", "precision=bf16")
-    if gradients != "fp32":
+    precision = config.precision
+    if not isinstance(precision, Precision):
+        allowed = "fp32 or bf16 for task=benchmark: not every system has a loss scale"
+        yield Problem("precision", precision.name, allowed, "precision=bf16")
+        return
+    if precision.gradient_dtype != "fp32":
         allowed = "fp32 for task=benchmark: all systems sum gradients in the same type"
-        yield Problem("precision.gradient_dtype", gradients, allowed, "precision.gradient_dtype=fp32")
+        yield Problem("precision.gradient_dtype", precision.gradient_dtype, allowed, "precision.gradient_dtype=fp32")
+    if precision.on_nonfinite != "skip":
+        allowed = "skip for task=benchmark: no other system stops at gradients that are not finite"
+        yield Problem("precision.on_nonfinite", precision.on_nonfinite, allowed, "precision.on_nonfinite=skip")
 
 
 @rule("model.dropout")

@@ -78,7 +78,8 @@ class Session:
         return Measured(
             world_size=self.mesh.world_size, layout=self.layout,
             parameters=engine.num_parameters, resting_bytes_per_rank=resting, val_loss=val_loss,
-            data_hash=self.source.content_hash, wall_time_s=time.monotonic() - self.started_s)
+            updates=engine.guard.counts, data_hash=self.source.content_hash,
+            wall_time_s=time.monotonic() - self.started_s)
 
     def plan_facts(self, engine: Engine) -> PlanFacts:
         """What the printed plan shows beside the config. Collective over the world."""

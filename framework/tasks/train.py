@@ -7,6 +7,7 @@ import logging
 import signal
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ from framework.tasks.sampling import Continuation, sample
 from framework.tasks.session import Session
 from framework.tracking import make_trackers
 from framework.weights import write_weights
+from strategies.lightning.held import held_by
 from strategies.lightning.zero_strategy import ZeroStrategy
 
 
@@ -64,14 +66,17 @@ def _train(session: Session, task: TrainTask, stop: StopRequest) -> None:
         _finish(session, task, strategy, reporter, stopped=module.stopped)
     except Exception as error:
         if reporter is not None:
-            _finish_failed(session, reporter, error)
+            _finish_failed(session, reporter, module, error)
         raise
 
 
-def _finish_failed(session: Session, reporter: Reporter, error: Exception) -> None:
+def _finish_failed(session: Session, reporter: Reporter, module: StepModule, error: Exception) -> None:
     """Leave what is known of a run that fails here, and let the trackers finish. Not collective: peers may be gone."""
     known = Measured(world_size=session.mesh.world_size, layout=session.layout, data_hash=session.source.content_hash,
                      parameters=sum(parameter.numel() for parameter in session.model.parameters()))
+    held = held_by(module)
+    if held is not None:
+        known = replace(known, updates=held.engine.guard.counts)
     summary = build_summary(session.config, status="failed", recorded=reporter.recorded, measured=known)
     path = session.folder.summary_path
     # A rank that failed before this one has told the cause; what is raised here may only follow from it.
@@ -142,8 +147,9 @@ class StepReporting(pl.Callback):
         self._started_s = time.perf_counter()  # of the next step, whose samples are loaded before Lightning says so
 
     def _log(self, module: StepModule, step: int, validates: bool) -> None:
-        outcome = module.outcome
+        outcome, guard = module.outcome, module.strategy.engine.guard
         assert outcome is not None
+        assert guard.last is not None
         loss = float(outcome.loss)  # waits for the device
         elapsed_s = time.perf_counter() - self._started_s
         peaks = self._session.peak_memory_bytes_per_rank()
@@ -155,7 +161,8 @@ class StepReporting(pl.Callback):
             self._reporter.step(StepReport(
                 step=step, loss=loss, lr=outcome.lr, grad_norm=outcome.grad_norm, tokens=outcome.tokens,
                 step_time_s=elapsed_s, tokens_per_s=outcome.tokens / elapsed_s,
-                peak_memory_bytes_per_rank=peaks, extra=extra))
+                peak_memory_bytes_per_rank=peaks, loss_scale=guard.last.loss_scale, skipped_steps=guard.skipped,
+                extra=extra))
 
 
 class KeepSigterm(pl.Callback):

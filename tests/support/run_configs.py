@@ -19,7 +19,7 @@ def run_config(*, devices: int = 2, seed: int = 0, threads: int = 1, run_dir: st
         dataset=schema.SyntheticDataset(name="synthetic", num_samples=8, num_validation_samples=0, seq_len=16),
         parallel=schema.Parallel(pipeline=1, data=devices, data_replicate=1, sequence=1, tensor=1, transport="fastest"),
         zero=schema.Zero(stage=3, prefetch_units=1),
-        precision=schema.Precision(name="fp32", gradient_dtype="fp32"),
+        precision=schema.Precision(name="fp32", gradient_dtype="fp32", on_nonfinite="skip", max_skipped_steps=20),
         optimizer=schema.SgdOptimizer(name="sgd", lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0),
         schedule=schema.Schedule(name="constant", warmup_steps=0, final_ratio=1.0),
         trainer=schema.Trainer(
