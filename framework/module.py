@@ -95,7 +95,6 @@ class StepModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Once per applied update."""
-        last = self.strategy.engine.guard.last
-        if self.outcome is not None and self.outcome.tokens and last is not None and last.applied:
+        """Once per update that had something to learn. The strategy leaves out skipped ones."""
+        if self.outcome is not None and self.outcome.tokens:
             scheduler.step()

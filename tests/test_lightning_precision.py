@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from strategies.lightning.zero_strategy import ZeroStrategy
 from strategies.loss_scale import LossScaling
@@ -86,10 +89,6 @@ class Overflows(Plain):
         loss = super().training_step(batch, batch_idx)
         return loss * math.inf if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1 else loss
 
-    def lr_scheduler_step(self, scheduler, metric):
-        if self.trainer.strategy.engine.guard.last.applied:
-            scheduler.step()
-
     def on_train_batch_end(self, *_):
         engine = self.trainer.strategy.engine
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
@@ -131,3 +130,56 @@ def test_an_overflow_under_the_trainer_moves_nothing_on_any_rank(bare, stage):
         assert not torch.equal(notes[3][0]["net.inlet.weight"], notes[2][0]["net.inlet.weight"])
         assert (state["attempted"], state["applied"], state["skipped"]) == (5, 4, 1)
         assert state["scale"]["value"] == 128.0
+
+
+class StepsItself(Overflows):
+    """Has a hook of its own for its schedules."""
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+
+
+class StepsPerEpoch(Overflows):
+    """One schedule for updates and one for epochs; the last update of each epoch overflows."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, 2 if batch_idx == 4 else 0)
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer()
+        step, epoch = (torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.5, 0.9))
+        return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": epoch, "interval": "epoch"}]
+
+
+def rates_used(rank, world, kind, accumulate):
+    """The learning rate of each update inside optimizer.step(), and at the end."""
+    rates = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    try:
+        with launched(rank, world):
+            module = kind()
+            policy = PrecisionPolicy.of("fp16", loss_scale=LossScaling(initial=256.0))  # nothing else overflows
+            one = trainer(ZeroStrategy(stage=2, precision=policy), world, accumulate_grad_batches=accumulate)
+            one.fit(module, loader(world, rank))
+            copied = copy.deepcopy(module) if world == 1 else module
+            assert is_overridden("lr_scheduler_step", copied) is (kind is StepsItself)
+            assert one.strategy.engine.guard.skipped == 2
+            return rates, one.optimizers[0].param_groups[0]["lr"]
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("kind", [Overflows, StepsItself])
+@pytest.mark.parametrize(("accumulate", "updates"), [(1, 5), (2, 3)])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_schedule_moves_once_per_applied_update(world, accumulate, updates, kind):
+    applied = 2 * (updates - 1)
+    for rates, end in run_ranks(world, rates_used, world, kind, accumulate):
+        assert rates == pytest.approx([1e-2 / (1 + update) for update in range(applied)], rel=1e-12)
+        assert end == pytest.approx(1e-2 / (1 + applied), rel=1e-12)
+
+
+def test_a_schedule_per_epoch_moves_though_the_last_update_was_skipped():
+    for rates, end in run_ranks(2, rates_used, 2, StepsPerEpoch, 1):
+        assert rates == pytest.approx([1e-2 * 0.5**update * 0.9 ** (update // 4) for update in range(8)], rel=1e-12)
+        assert end == pytest.approx(1e-2 * 0.5**8 * 0.9**2, rel=1e-12)

@@ -127,6 +127,37 @@ def test_a_sweep_over_stages_and_processes_survives_a_job_that_fails(command, tm
         assert f"{run.metrics[-1]['loss']:.4f}" in table
 
 
+def test_fp16_completes_after_the_overflows_with_which_its_scale_starts(command, tmp_path):
+    job = command("model=gpt2_nano", *TINY, *SYNTHETIC, "precision=fp16", "precision.initial_scale=1e8",
+                  "precision.hysteresis=1", "trainer.max_steps=10", "trainer.val_steps=1", "task.sample_tokens=4",
+                  "run.dir=out")
+    code, output = finish(job)
+    assert code == 0, output
+    run = read_run(tmp_path / "out")
+    updates = run.summary["updates"]
+    assert (run.summary["status"], run.summary["precision"], updates["attempted"]) == ("completed", "fp16", 10)
+    assert updates["skipped"] >= 1
+    assert updates["applied"] >= 1
+    assert run.column("loss_scale")[-1] == 1e8 / 2 ** updates["skipped"]
+    assert run.metrics[-1]["skipped_steps"] == updates["skipped"]
+    assert f"skipped {updates['skipped']} loss scale" in output
+    log = (tmp_path / "out" / "logs" / "rank_0.log").read_text()
+    assert "update 1 skipped: gradients are not finite: 'model.transformer.wte.weight'" in log
+
+
+def test_a_loss_scale_that_collapses_ends_the_job_with_names_and_the_fix(command, tmp_path):
+    job = command("model=gpt2_nano", *TINY, *SYNTHETIC, "precision=fp16", "precision.initial_scale=1e8",
+                  "precision.min_scale=1e8", "precision.hysteresis=1", "trainer.max_steps=10", "run.dir=out")
+    code, output = finish(job)
+    assert code == 1
+    assert output.count("Traceback") == 1
+    error = read_run(tmp_path / "out").summary["error"]
+    assert error["type"] == "NonFiniteError"
+    assert error["message"] in output
+    for part in ("update 1: ", "'model.transformer.wte.weight'", "loss scale is at its minimum", "fix: "):
+        assert part in error["message"]
+
+
 @pytest.mark.parametrize("victim", ["rank 1", "parent"])
 def test_a_kill_in_the_middle_of_training_ends_the_job_and_leaves_no_process(command, tmp_path, victim):
     job = command(*TINY, *SYNTHETIC, "trainer.max_steps=1000000", "trainer.val_steps=0", "log.every_steps=5",

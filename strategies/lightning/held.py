@@ -7,8 +7,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 from torch import nn
 
 from strategies.engine import Engine
@@ -53,7 +54,8 @@ def hold(module: nn.Module, *, settings: Any, make: Callable[[], Engine]) -> tup
     held = Held(make(), settings)
     held.handles += _open_root_from_outside(held.engine)
     setattr(module, _ATTRIBUTE, held)
-    module.zero_grad = _ZeroGrad(module, held.engine)  # type: ignore[method-assign]
+    for replaced in _REPLACED:
+        setattr(module, replaced.name, replaced(module, held.engine))
     return held, True
 
 
@@ -66,7 +68,8 @@ def let_go(module: nn.Module) -> None:
     if held is None:
         return
     delattr(module, _ATTRIBUTE)
-    del module.zero_grad
+    for replaced in _REPLACED:
+        delattr(module, replaced.name)
     for handle in held.handles:
         handle.remove()
     held.engine.close()
@@ -89,23 +92,50 @@ def _open_root_from_outside(engine: Engine) -> list[Any]:
     return handles
 
 
-class _ZeroGrad:
-    """`module.zero_grad` of a held module: it empties the ledger too. Lightning calls it before validation in a fit."""
+class _Replaced:
+    """A method of a held module that the engine has a say in; it stands on the instance, before the class's own."""
+
+    name: ClassVar[str]
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self._module, self._engine = weakref.ref(module), weakref.ref(engine)
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        module, engine = self._module(), self._engine()
-        if module is not None:
-            type(module).zero_grad(module, set_to_none)
-        if engine is not None:
-            engine.zero_grad()
+        self.__wrapped__ = getattr(type(module), self.name)  # Lightning asks whether the class overrides it
 
     def __deepcopy__(self, memo: Any) -> Any:
         module = self._module()
         copied = memo[id(module)]  # the copy is known before its attributes are filled in
-        return MethodType(type(copied).zero_grad, copied)
+        return MethodType(getattr(type(copied), self.name), copied)
+
+
+class _ZeroGrad(_Replaced):
+    """Empties the ledger too. Lightning calls it before validation in a fit."""
+
+    name = "zero_grad"
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        module, engine = self._module(), self._engine()
+        if module is not None:
+            self.__wrapped__(module, set_to_none)
+        if engine is not None:
+            engine.zero_grad()
+
+
+class _LrSchedulerStep(_Replaced):
+    """A skipped update does not move a schedule that counts updates. Lightning calls it after each."""
+
+    name = "lr_scheduler_step"
+
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        module, engine = self._module(), self._engine()
+        assert isinstance(module, pl.LightningModule)
+        last = engine.guard.last if engine is not None else None
+        per_update = any(config.scheduler is scheduler and config.interval == "step"
+                         for config in module.trainer.lr_scheduler_configs)
+        if last is None or last.applied or not per_update:
+            self.__wrapped__(module, scheduler, metric)
+
+
+_REPLACED: tuple[type[_Replaced], ...] = (_ZeroGrad, _LrSchedulerStep)
 
 
 class _Scope:
