@@ -219,34 +219,41 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import strategies
 
-world = int(sys.argv[1])
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
-engine = strategies.Engine(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), zero=int(sys.argv[2]), clip_norm=1.0)
 count = 0
 
 def called(frame, event, argument):
     global count
     count += event in ("call", "c_call")
 
-def update():
-    engine.backward(engine(torch.ones(2, 64)).sum())
-    engine.step()
+def calls_of_an_update(stage, world):
+    global count
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+    engine = strategies.Engine(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), zero=stage, clip_norm=1.0)
 
-for _ in range(3):
+    def update():
+        engine.backward(engine(torch.ones(2, 64)).sum())
+        engine.step()
+
+    for _ in range(3):
+        update()
+    count = 0
+    sys.setprofile(called)
     update()
-sys.setprofile(called)
-update()
-sys.setprofile(None)
-print(count)
+    sys.setprofile(None)
+    dist.destroy_process_group()
+    return count
+
+for stage in (1, 3):
+    print(*(calls_of_an_update(stage, int(world)) for world in sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_python_work_per_step_does_not_grow_with_the_number_of_ranks(stage):
-    counts = {world: int(subprocess.run([sys.executable, "-W", "ignore", "-c", COUNT_CALLS, str(world), str(stage)],
-                                        capture_output=True, text=True, check=True).stdout)
-              for world in (FEW_RANKS + 1, 512)}
-    assert counts[512] <= counts[FEW_RANKS + 1] * 1.02
-    assert counts[512] > 100
+def test_python_work_per_step_does_not_grow_with_the_number_of_ranks():
+    """One process stands for all: torch's fake process group. Imports take most of the time."""
+    command = [sys.executable, "-W", "ignore", "-c", COUNT_CALLS, str(FEW_RANKS + 1), "512"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for line in printed.splitlines():
+        few, many = map(int, line.split())
+        assert 100 < many <= 1.02 * few
+    assert len(printed.splitlines()) == 2
