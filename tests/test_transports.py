@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import multiprocessing
 import subprocess
 import sys
 import time
@@ -187,23 +186,21 @@ def test_ranks_of_another_host_are_not_read():
     assert alone(lambda mine: [{"host": ("another boot", ""), "peer": mine["peer"]}]) is None
 
 
-def child(pipe):
-    table = (ctypes.c_longlong * 8)()
-    table[3] = 2
-    pipe.send(ctypes.addressof(table))
-    pipe.recv()
+LENDS = """
+import ctypes
+table = (ctypes.c_longlong * 8)()
+table[3] = 2
+print(ctypes.addressof(table), flush=True)
+input()
+"""
 
 
 def test_a_process_that_has_ended_is_named():
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=child, args=(there,))
-    process.start()
-    place = _Peer(1, process.pid, here.recv())
+    process = subprocess.Popen([sys.executable, "-c", LENDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    place = _Peer(1, process.pid, int(process.stdout.readline()))
     board = Board([_Peer(0, 0, 0), place], index=0, table=(ctypes.c_longlong * 8)(), timeout_s=5.0)
     assert board.can_read(1)
-    here.send(None)
-    process.join()
+    process.communicate("\n")
     start = time.perf_counter()
     with pytest.raises(PeerGoneError, match=rf"rank 1 \(process {process.pid}\) has ended"):
         board.find_lent(1, 0, tag(1), num_bytes=4)
