@@ -152,8 +152,9 @@ def _show(failure: Failure, folder: RunFolder) -> None:
 def worker_allocator_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Allocator settings of the workers: freed memory is kept for the next step instead of given back to the system.
 
-    On a CPU, mapping fresh pages costs as much as copying into them. On GPT-2 124M, 2 ranks: 0.86 of the step time for
-    1.15 of the peak memory (stage 3; without communication 0.88 and 1.09); transparent huge pages gained nothing.
+    On a CPU, mapping fresh pages costs as much as copying into them. On GPT-2 124M, 2 ranks, one run each: 0.86 of the
+    step time for 1.15 of the peak memory (stage 3; without communication 0.88 and 1.09); transparent huge pages gained
+    nothing.
     What the user has set in `environ` stays: GLIBC_TUNABLES= (empty) switches it off.
     """
     kept = ("glibc.malloc.mmap_threshold=4294967295:glibc.malloc.trim_threshold=4294967295:"

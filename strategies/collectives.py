@@ -81,7 +81,8 @@ class Communicator:
     def _choose(self, wanted: str, backend: str, timeout_s: float) -> Transport:
         few_on_gloo = backend == "gloo" and self.size <= FEW_RANKS
         if wanted == "peer_memory" or (wanted == "fastest" and few_on_gloo):
-            memory = connect(rank=self._rank, index=self.index, timeout_s=timeout_s, agree=self._agree,
+            memory = connect(rank=self._rank, index=self.index, timeout_s=timeout_s,
+                             agree=lambda yes: self.agree(yes, what="choice of a transport"),
                              exchange=lambda value: self.gather_objects(value, what="where ranks run"))
             if memory is not None:
                 return memory
@@ -92,9 +93,6 @@ class Communicator:
         if wanted == "pairwise" or (wanted == "fastest" and few_on_gloo):
             return Pairwise(self._group, index=self.index, size=self.size)
         return Native(self._group)
-
-    def _agree(self, yes: bool) -> bool:
-        return not self.maximum(torch.tensor([int(not yes)], device=self.device), what="choice of a transport").item()
 
     def algorithm(self) -> str:
         """How large buffers move here, in words."""
@@ -190,6 +188,10 @@ class Communicator:
             values = values.clone()
             self._guarded(what, lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group))
         return values
+
+    def agree(self, flag: bool, *, what: str) -> bool:
+        """Whether every member says True."""
+        return not self.maximum(torch.tensor([int(not flag)], device=self.device), what=what).item()
 
     def gather_list(self, values: Tensor, *, what: str) -> list[Tensor]:
         """Every member's short tensor, in rank order, on every rank."""

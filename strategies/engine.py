@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from strategies.in_step import Batch, agree, in_step
+from strategies.in_step import Batch, in_step
 from strategies.mesh import Mesh, default_device, ensure_process_group, share_buffers
 from strategies.precision import PrecisionPolicy, place_inputs
 from strategies.update_guard import StepResult, UpdateGuard
@@ -369,7 +369,7 @@ class Engine:
 
     def agree(self, flag: bool) -> bool:
         """Whether every data rank says True: for what all must do alike (stop, save, skip). Collective."""
-        return agree(flag, control=self.mesh.control)
+        return self.mesh.control.agree(flag, what="agreed decision")
 
     def in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's batches for as long as every data rank has one; the rest is not used. Collective at each."""

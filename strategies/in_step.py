@@ -20,17 +20,12 @@ from strategies.collectives import Communicator
 Batch = TypeVar("Batch")
 
 
-def agree(flag: bool, *, control: Communicator, what: str = "agreed decision") -> bool:
-    """Whether every rank says True. Collective over `control`."""
-    return not int(control.maximum(torch.tensor([int(not flag)]), what=what)[0])
-
-
 def in_step(batches: Iterable[Batch], *, control: Communicator) -> Iterator[Batch]:
     """This rank's batches for as long as every rank has one. Collective over `control` before each batch."""
     iterator, taken, nothing = iter(batches), 0, object()
     while True:
         batch = next(iterator, nothing)
-        if not agree(batch is not nothing, control=control, what="vote on another batch"):
+        if not control.agree(batch is not nothing, what="vote on another batch"):
             break
         yield batch  # type: ignore[misc]
         taken += 1

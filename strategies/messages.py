@@ -63,7 +63,6 @@ class Pairwise:
 
     Args:
         index, size: this rank's position and the number of members.
-        scratch: makes the buffers that messages land in; kept here for the next ones.
     """
 
     name = "pairwise exchange over gloo"

@@ -13,15 +13,13 @@ from torch import Tensor
 from framework.doctor.findings import Finding, ok, warning
 from strategies.collectives import Communicator, Tag
 from strategies.mesh import Mesh
+from strategies.messages import all_gather_single, reduce_scatter_single
 
 SIZES_MIB = (1, 16, 64)
 MIB = 1 << 20
 REPEATS, WARMUPS = 5, 2
 VOTES = 200
 SLOWER = 1.5  # times torch's own: worth a warning
-# torch 2.13 renames these two and warns at each use of the old names; 2.11 has the old ones only.
-native_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-native_reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def measure(mesh: Mesh) -> Iterator[Finding]:
@@ -131,7 +129,7 @@ def _native_gather(axis: Communicator) -> Callable[[int], Callable[[], None]]:
     def at(numbytes: int) -> Callable[[], None]:
         full = _full(axis, numbytes)
         own = axis.slice_of(full).clone()
-        return lambda: native_gather(full, own)
+        return lambda: all_gather_single(full, own)
 
     return at
 
@@ -140,7 +138,7 @@ def _native_reduce(axis: Communicator) -> Callable[[int], Callable[[], None]]:
     def at(numbytes: int) -> Callable[[], None]:
         full = _full(axis, numbytes)
         out = torch.empty(full.numel() // axis.size, device=axis.device)
-        return lambda: native_reduce(out, full)
+        return lambda: reduce_scatter_single(out, full)
 
     return at
 

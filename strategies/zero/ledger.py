@@ -194,7 +194,6 @@ class GradientLedger:
         self._in_backward = False
         self._in_flight: list[_Flight] = []
         self._landed: list[_Flight] = []  # summed here; other ranks may still read this rank's buffer
-        self._keep_in_flight = min((g.axis.in_flight for g in self._accounts), default=0)
 
     def open_account(self, group: FlatGroup) -> None:
         """Take gradients of `group`, which is trainable now."""
@@ -275,7 +274,7 @@ class GradientLedger:
             if group.trainable:
                 self._in_flight.append(self._accounts[group].flush(unit))
                 self.num_flushes += 1
-        self._settle_in_flight(keep=self._keep_in_flight)
+        self._settle_in_flight(keep=unit.groups[0].axis.in_flight)
 
     def _flush_remaining(self, only: Sequence[Unit]) -> None:
         """Vote how often each unit is flushed in this round: the most any rank needs; the others add zeros."""

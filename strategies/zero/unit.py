@@ -132,7 +132,10 @@ class Unit:
             group.axis.offer(group.resting, tag=tag)
 
     def withdraw(self) -> None:
-        """Take the offer back: the parameters are about to change. A collective of all ranks has to follow."""
+        """Take the offer back (with it every offer on the axis): the parameters are about to change.
+
+        Local; a collective of all ranks has to follow before they do.
+        """
         self._offered = []
         for group in self.groups:
             group.axis.withdraw()
